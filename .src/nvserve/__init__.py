@@ -1,0 +1,1 @@
+"""nvserve: serve large language models from the GPUs of one machine."""
