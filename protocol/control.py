@@ -1,0 +1,136 @@
+"""Messages on the control channel: one SEQPACKET socketpair between the launcher and each child.
+
+| direction           | messages                                                        |
+|---------------------|-----------------------------------------------------------------|
+| launcher -> child   | Setup first; StartEpoch, Peers, Condition, Drain, Exit           |
+| child -> launcher   | Progress, Ready, EpochReady, EpochBroken, Drained, Failed |
+
+Who gets what: StartEpoch goes to workers (join the group of that epoch under that rank, then answer
+EpochReady) and, once every rank is ready, to core (connect to the workers of that epoch and serve;
+core then answers EpochReady too). Peers goes to frontend and core, and names the sockets between
+them. Condition and Drain go to the frontend.
+"""
+
+import enum
+
+import msgspec
+
+from nvserve.protocol.config import Config
+from nvserve.protocol.messages import Message
+
+
+class Role(enum.StrEnum):
+    """The kinds of process the launcher starts."""
+
+    FRONTEND = "frontend"
+    CORE = "core"
+    WORKER = "worker"
+
+
+class Setup(Message, frozen=True):
+    """First message to every child: what it is and where it lives."""
+
+    config: Config
+    role: Role
+    life: int  # 0, 1, ... by role (for workers: a number unique among all workers of the launch)
+    launch_dir: str  # private 0700 directory of the launch
+    api_key: str = ""  # never part of Config, which is printed
+    listen_fd: int = -1  # frontend only: the listening HTTP socket it inherits
+
+
+class StartEpoch(Message, frozen=True):
+    """Begin a worker-group epoch; ends the one before it.
+
+    For a worker `rank` is its place in the group (a spare has none until now). `num_kv_blocks` is 0
+    when the worker shall measure, else the pool size (scratch block included) to use.
+    """
+
+    epoch: int
+    tp_size: int
+    rank: int = -1
+    num_kv_blocks: int = 0
+
+
+class Peers(Message, frozen=True):
+    """The lives of frontend and core that shall talk to each other now."""
+
+    frontend_life: int
+    core_life: int
+
+
+class State(enum.StrEnum):
+    """What /health and /ready report."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Condition(Message, frozen=True):
+    """The state of the whole server as the launcher sees it."""
+
+    state: State
+    reason: str = ""
+    worker_restarts_total: int = 0
+    core_restarts_total: int = 0
+    frontend_restarts_total: int = 0
+    recovery_seconds: dict[str, float] = msgspec.field(default_factory=dict)  # last one, by phase
+
+
+class Drain(Message, frozen=True):
+    """Refuse new requests, let running ones finish for at most this long, then answer Drained."""
+
+    timeout_s: float
+
+
+class Exit(Message, frozen=True):
+    """Leave now, cleanly."""
+
+
+class Progress(Message, frozen=True):
+    """A child is doing something worth showing: phase name and the done part of it, 0 to 1."""
+
+    phase: str
+    done: float = 0.0
+
+
+class Ready(Message, frozen=True):
+    """Frontend: serving on this port. Core: imported and waiting for Peers. Worker: imported."""
+
+    port: int = 0
+    zmq_endpoint: str = ""
+
+
+class EpochReady(Message, frozen=True):
+    """The sender has joined this epoch; a worker says how many KV blocks fit (scratch included)."""
+
+    epoch: int
+    num_kv_blocks: int = 0
+    phases: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by phase
+    attention_backend: str = ""
+
+
+class EpochBroken(Message, frozen=True):
+    """Core or a worker saw the epoch fail: gap, differing checksums, a failed step, a lost peer."""
+
+    epoch: int
+    rank: int  # the rank at fault, -1 when unknown
+    step: int
+    reason: str
+    suspects: list[int] = msgspec.field(default_factory=list)  # request ids of the failed step
+
+
+class Drained(Message, frozen=True):
+    """Every stream of the frontend has ended."""
+
+
+class Failed(Message, frozen=True):
+    """The child cannot start, and says why in one line a user understands; it then exits."""
+
+    message: str
+
+
+ToChild = Setup | StartEpoch | Peers | Condition | Drain | Exit
+FromChild = Progress | Ready | EpochReady | EpochBroken | Drained | Failed
