@@ -1,11 +1,11 @@
 """Every message between the processes of one launch, and the direction each travels.
 
-| direction        | messages                                      | bound by (PULL), see channel.py |
-|------------------|-----------------------------------------------|---------------------------------|
-| frontend -> core | Hello, Submit, Abort, Finish                  | core                            |
-| core -> frontend | Hello, Accepted, Refused, Emits, CoreStats    | frontend                        |
-| core -> worker   | Hello, SchedulerOutput                        | the worker                      |
-| worker -> core   | Hello, ModelOutput, StepDone, StepFailed, Gap | core                            |
+| direction        | messages                                      | PULL bound by (channel.py) |
+|------------------|-----------------------------------------------|----------------------------|
+| frontend -> core | Hello, Submit, Abort, Finish                  | core                       |
+| core -> frontend | Hello, Accepted, Refused, Emits, CoreStats    | frontend                   |
+| core -> worker   | Hello, SchedulerOutput                        | the worker                 |
+| worker -> core   | Hello, ModelOutput, StepDone, StepFailed, Gap | core                       |
 
 The launcher's control messages are in control.py, the client's door in client_messages.py.
 
