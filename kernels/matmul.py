@@ -1,0 +1,9 @@
+"""The projections: one function chooses the matmul kernel from the shape."""
+
+import torch
+import torch.nn.functional as F
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
+    return F.linear(x, weight, bias)
