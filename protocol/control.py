@@ -36,6 +36,7 @@ class Setup(Message, frozen=True):
     launch_dir: str  # private 0700 directory of the launch
     api_key: str = ""  # never part of Config, which is printed
     listen_fd: int = -1  # frontend only: the listening HTTP socket it inherits
+    name: str = ""  # for title and logs; empty = the role
 
 
 class StartEpoch(Message, frozen=True):
