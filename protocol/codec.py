@@ -30,8 +30,8 @@ def encode(message: msgspec.Struct) -> bytes:
 class Decoder(Generic[T]):
     """Decodes one direction's union; raises BadFrame for everything else."""
 
-    def __init__(self, union: type[T]) -> None:
-        self._decoder: Final = msgspec.msgpack.Decoder(union)
+    def __init__(self, union: object) -> None:
+        self._decoder: Final[msgspec.msgpack.Decoder[T]] = msgspec.msgpack.Decoder(union)
 
     def __call__(self, frame: bytes) -> T:
         try:
@@ -40,9 +40,9 @@ class Decoder(Generic[T]):
             raise BadFrame(f"{len(frame)} bytes: {error}") from error
 
 
-decode_to_core: Final = Decoder[messages.ToCore](messages.ToCore)  # type: ignore[arg-type]
-decode_to_frontend: Final = Decoder[messages.ToFrontend](messages.ToFrontend)  # type: ignore[arg-type]
-decode_to_worker: Final = Decoder[messages.ToWorker](messages.ToWorker)  # type: ignore[arg-type]
-decode_from_worker: Final = Decoder[messages.FromWorker](messages.FromWorker)  # type: ignore[arg-type]
-decode_to_child: Final = Decoder[control.ToChild](control.ToChild)  # type: ignore[arg-type]
-decode_from_child: Final = Decoder[control.FromChild](control.FromChild)  # type: ignore[arg-type]
+decode_to_core: Final[Decoder[messages.ToCore]] = Decoder(messages.ToCore)
+decode_to_frontend: Final[Decoder[messages.ToFrontend]] = Decoder(messages.ToFrontend)
+decode_to_worker: Final[Decoder[messages.ToWorker]] = Decoder(messages.ToWorker)
+decode_from_worker: Final[Decoder[messages.FromWorker]] = Decoder(messages.FromWorker)
+decode_to_child: Final[Decoder[control.ToChild]] = Decoder(control.ToChild)
+decode_from_child: Final[Decoder[control.FromChild]] = Decoder(control.FromChild)

@@ -21,6 +21,7 @@ Knows shapes of messages only; never touches a socket.
 import enum
 import sys
 from array import array
+from collections.abc import Iterable
 
 import msgspec
 
@@ -29,7 +30,7 @@ from nvserve.protocol.sampling import SamplingParams
 assert sys.byteorder == "little", "id columns travel in native order, which must be little-endian"
 
 
-def pack_ids(ids: "list[int] | array[int] | tuple[int, ...]") -> bytes:
+def pack_ids(ids: Iterable[int]) -> bytes:
     """Ids as little-endian int32 bytes; OverflowError when one does not fit."""
     return array("i", ids).tobytes()
 

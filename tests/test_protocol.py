@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,6 @@ from protocol_strategies import FROM_WORKER, TO_CORE, TO_FRONTEND, TO_WORKER
 from nvserve.protocol import channel, control, messages
 from nvserve.protocol.codec import (
     BadFrame,
-    Decoder,
     decode_from_child,
     decode_from_worker,
     decode_to_child,
@@ -38,7 +38,7 @@ from nvserve.protocol.messages import (
 from nvserve.protocol.progress import Phase, ProgressPage, page_path, read_page
 from nvserve.protocol.sampling import BadParameter, SamplingParams, check_sampling
 
-DECODERS = [
+DECODERS: list[Callable[[bytes], messages.Message]] = [
     decode_to_core,
     decode_to_frontend,
     decode_to_worker,
@@ -118,7 +118,7 @@ def test_nested_and_oversized_claims_are_bad_frames(frame: bytes) -> None:
     ],
 )
 def test_a_message_of_the_wrong_direction_is_a_bad_frame(
-    decode: Decoder[object], message: messages.Message
+    decode: Callable[[bytes], messages.Message], message: messages.Message
 ) -> None:
     with pytest.raises(BadFrame):
         decode(encode(message))
@@ -134,9 +134,8 @@ def test_a_message_of_the_wrong_direction_is_a_bad_frame(
         lambda: ModelOutput(0, 0, b"\0\0\0"),
     ],
 )
-def test_columns_that_disagree_are_refused(build: object) -> None:
-    assert callable(build)
-    with pytest.raises(ValueError, match="where|whole"):
+def test_columns_that_disagree_are_refused(build: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"where|whole"):
         build()
 
 
@@ -170,7 +169,7 @@ def test_request_ids_of_two_frontend_lives_differ() -> None:
 
 
 @pytest.fixture
-def context() -> "object":
+def context() -> "Iterator[zmq.Context[zmq.Socket[bytes]]]":
     with zmq.Context() as context:
         yield context
 
