@@ -43,6 +43,7 @@ class AttentionBackend(Protocol):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        block_size: int,
         dtype: torch.dtype,
     ) -> None:
         """Divide a decode step's work from meta.seq_lens, on the device, into meta.decode_plan.
@@ -86,6 +87,7 @@ class TorchBackend:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        block_size: int,
         dtype: torch.dtype,
     ) -> None:
         pass

@@ -65,6 +65,11 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     return -torch.log(-torch.log1p(-uniform))
 
 
+def scale_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Float32 logits times 1 / temperature: one rounded product, the same on every device."""
+    return logits.float() * temperature.clamp(min=GREEDY_BELOW).reciprocal()[:, None]
+
+
 def perturb(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -72,12 +77,11 @@ def perturb(
     positions: torch.Tensor,
     first_token_id: int,
 ) -> torch.Tensor:
-    """logits / temperature + noise in float32; the logits themselves in greedy rows."""
-    wide = logits.float()
+    """Scaled logits + noise in float32; the logits themselves in greedy rows."""
     greedy = (temperature < GREEDY_BELOW)[:, None]
     bits = token_bits(seeds, positions, logits.shape[1], first_token_id)
-    noisy = wide / temperature[:, None].clamp(min=GREEDY_BELOW) + gumbel_from_bits(bits)
-    return torch.where(greedy, wide, noisy)
+    noisy = scale_logits(logits, temperature) + gumbel_from_bits(bits)
+    return torch.where(greedy, logits.float(), noisy)
 
 
 def first_argmax(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +111,7 @@ def kept(
 ) -> torch.Tensor:
     """Which tokens survive truncation, [R, V] bool; sampling.sample defines it."""
     num_tokens = logits.shape[1]
-    scaled = logits.float() / temperature[:, None].clamp(min=GREEDY_BELOW)
+    scaled = scale_logits(logits, temperature)
     ordered = scaled.sort(dim=-1, descending=True).values
     limit = torch.where((top_k <= 0) | (top_k > num_tokens), num_tokens, top_k)
     kth = ordered.gather(1, limit.long()[:, None] - 1)

@@ -6,7 +6,7 @@ neighbours, in any slot, after a preemption or a restart, and whatever the numbe
 **Noise.** Gumbel, from Philox-4x32-10 with the 64-bit seed as key and (id // 4, position, 0) as
 counter; lane id % 4. The largest logit / temperature + noise is a sample of the softmax.
 **Greedy.** A temperature under 1e-5 takes the largest logit. Ties go to the lowest id.
-**Truncation**, on logits / temperature, sets of whole values: tokens with equal logits are kept or
+**Truncation**, on float32 logits * (1 / temperature), by value: tokens with equal ones are kept or
 dropped together, so a tie at a threshold is kept entirely and may keep more than k tokens.
   top_k  values at or above the k-th largest; off when <= 0 or >= V
   top_p  values such that what lies strictly above them has less than p of the mass that top_k
@@ -95,11 +95,11 @@ def apply_penalties(
 ) -> torch.Tensor:
     """Penalize in place the tokens each row has seen; returns logits [R, V].
 
-    slots [R] int32 or int64 picks each row's line of output_counts [S, V] (int32 or int16: times
-    emitted) and prompt_mask [S, V] (bool or uint8: in the prompt). repetition [R] float32 divides
-    positive and multiplies other logits of tokens in the prompt or the output; then frequency [R]
-    times the count, and presence [R] once, are subtracted for tokens in the output. 1, 0 and 0
-    change nothing. Columns are those of this shard in all three tables.
+    slots [R] int32 or int64 picks each row's line of output_counts [S, V] (int32, times emitted)
+    and prompt_mask [S, V] (bool or uint8, in the prompt). repetition [R] float32 divides positive
+    and multiplies other logits of tokens in the prompt or the output; then frequency [R] times the
+    count, and presence [R] once, are subtracted for tokens in the output. 1, 0 and 0 change
+    nothing. Columns are those of this shard in all three tables.
     """
     arguments = (logits, slots, output_counts, prompt_mask, frequency, presence, repetition)
     if not uses_triton(logits):

@@ -1,0 +1,36 @@
+"""Triton kernel of activation.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+
+
+@triton.jit
+def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    start_next(PDL)
+    inputs_ready(PDL)
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * width + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See activation.silu_and_mul."""
+    gate_up = gate_up.contiguous()
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, width)
+    if num_tokens == 0:
+        return out
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(width, block))](
+        gate_up, out, width, BLOCK=block, num_warps=4, **launch_options(gate_up.device)
+    )
+    return out

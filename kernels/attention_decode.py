@@ -1,0 +1,303 @@
+"""Triton decode attention: the KV of all requests is one line of tiles, cut into equal shares.
+
+A unit is one tile of one request's keys for one KV head; all units of a head come before the next
+head's. A fixed grid of programs takes equal, contiguous shares of the line, so that a batch of any
+lengths is balanced and nothing about the launch depends on them: a captured graph stays right and
+fast. A share may cover the end of one request, some whole ones and the start of another. What
+covers a request's keys entirely writes the output; otherwise each program leaves a partial result
+and the last of them to arrive combines.
+
+Plan (int32, [R + 1 + R * K + programs]): first unit of each request within a head and their total;
+an arrival counter for each request and head, which the combining program sets back to zero; the
+request in which each program starts.
+
+R requests, H query heads, K KV heads, G = H / K, D head size, P tokens of a block.
+"""
+
+import functools
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+
+LOG2E: Final = 1.4426950408889634
+
+
+class DecodeShape(NamedTuple):
+    """How a decode launch is cut: keys of a tile, warps, pipeline stages, programs per SM."""
+
+    tile: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_counters", "num_programs"])
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    seq_lens_ptr,
+    plan_ptr,
+    num_requests,
+    num_counters,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,  # num_requests padded to a power of two
+    PROGRAMS: tl.constexpr,  # decode programs that one program here plans
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    inputs_ready(PDL)
+    rows = tl.arange(0, REQUESTS)
+    in_rows = rows < num_requests
+    lengths = tl.load(seq_lens_ptr + rows, mask=in_rows, other=0)
+    # An empty request still has a unit, which writes its zeros.
+    units = tl.where(in_rows, tl.maximum(tl.cdiv(lengths, TILE), 1), 0)
+    ends = tl.cumsum(units, axis=0)
+    total = tl.sum(units)
+    share = tl.cdiv(total * NUM_KV_HEADS, num_programs)
+    if tl.program_id(0) == 0:
+        tl.store(plan_ptr, 0)
+        tl.store(plan_ptr + 1 + rows, ends, mask=in_rows)
+        for first in range(0, num_counters, REQUESTS):
+            counter = first + rows
+            tl.store(plan_ptr + 1 + num_requests + counter, 0, mask=counter < num_counters)
+    programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    unit = programs * share % total
+    before = (ends[None, :] <= unit[:, None]) & in_rows[None, :]
+    request_ptr = plan_ptr + 1 + num_requests + num_counters
+    first_request = tl.sum(before.to(tl.int32), axis=1)
+    tl.store(request_ptr + programs, first_request, mask=programs < num_programs)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    partial_ptr,
+    sums_ptr,
+    first_program,
+    count,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge the partial results of `count` consecutive programs; [ROWS, DIM] float32."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    in_rows = rows < GROUP
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM], tl.float32)
+    for first in range(0, count, UNROLL):
+        for step in tl.static_range(UNROLL):
+            index = first + step
+            # The first program reaches this request last in its share, the others first in theirs.
+            slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+            valid = in_rows & (index < count)
+            at = slot * GROUP + rows
+            # .cg: another SM wrote these, and this SM's L1 must not answer.
+            top = tl.load(sums_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+            mass = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+                mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_best = tl.maximum(best, top)
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            old_scale, scale = tl.exp2(best - safe), tl.exp2(top - safe)
+            total = total * old_scale + mass * scale
+            out = out * old_scale[:, None] + values * scale[:, None]
+            best = new_best
+    return out / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    sums_ptr,
+    out_ptr,
+    num_requests,
+    table_stride,
+    scale,  # softmax scale times log2(e)
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP padded to what a matrix instruction takes
+    DIM: tl.constexpr,  # HEAD_DIM padded to a power of two
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    in_dim = dims < HEAD_DIM
+    start_next(PDL)
+    inputs_ready(PDL)
+
+    units = tl.load(plan_ptr + num_requests)
+    share = tl.cdiv(units * NUM_KV_HEADS, tl.num_programs(0))
+    unit = program * share
+    end = tl.minimum(unit + share, units * NUM_KV_HEADS)
+    head = unit // units
+    request = tl.load(plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1) + program)
+
+    while unit < end:
+        first_unit = head * units + tl.load(plan_ptr + request)
+        last_unit = head * units + tl.load(plan_ptr + request + 1)
+        stop = tl.minimum(last_unit, end)
+        length = tl.load(seq_lens_ptr + request)
+        heads = head * GROUP + rows
+        q_at = (request * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+        q_mask = (rows < GROUP)[:, None] & in_dim[None, :]
+        q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
+        table = block_tables_ptr + request.to(tl.int64) * table_stride
+
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        for tile in tl.range(unit - first_unit, stop - first_unit, num_stages=STAGES):
+            tokens = tile * TILE + tl.arange(0, TILE)
+            inside = tokens < length
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            row = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head
+            kv_at = row[:, None] * HEAD_DIM + dims[None, :]
+            kv_mask = inside[:, None] & in_dim[None, :]
+            keys = tl.load(key_ptr + kv_at, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            weights = tl.exp2(scores - safe[:, None])
+            decay = tl.exp2(best - safe)
+            total = total * decay + tl.sum(weights, axis=1)
+            values = tl.load(value_ptr + kv_at, mask=kv_mask, other=0.0)
+            weights = weights.to(values.dtype)
+            acc = tl.dot(weights, values, acc=acc * decay[:, None], input_precision="ieee")
+            best = new_best
+
+        if (unit == first_unit) & (stop == last_unit):
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_ptr + q_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            slot = 2 * program + tl.where(unit == first_unit, 1, 0)
+            at = slot * GROUP + rows
+            tl.store(sums_ptr + 2 * at, best, mask=rows < GROUP)
+            tl.store(sums_ptr + 2 * at + 1, total, mask=rows < GROUP)
+            tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+            # All threads' partial results come before the one thread's release.
+            tl.debug_barrier()
+            counter = plan_ptr + 1 + num_requests + request * NUM_KV_HEADS + head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+            first_program = first_unit // share
+            count = (last_unit - 1) // share - first_program + 1
+            if arrived == count - 1:
+                tl.store(counter, 0)
+                merged = _combine(
+                    partial_ptr, sums_ptr, first_program, count, GROUP, ROWS, HEAD_DIM, DIM, 4
+                )
+                tl.store(out_ptr + q_at, merged.to(out_ptr.dtype.element_ty), mask=q_mask)
+        unit = stop
+        request += 1
+        if request == num_requests:
+            request = 0
+            head += 1
+
+
+def decode_shape(dtype: torch.dtype, head_dim: int) -> DecodeShape:
+    """The one place that chooses how decode attention is cut."""
+    if dtype == torch.float32:
+        return DecodeShape(tile=32, warps=4, stages=2, programs_per_sm=2)
+    if head_dim > 128:
+        return DecodeShape(tile=32, warps=4, stages=3, programs_per_sm=2)
+    return DecodeShape(tile=64, warps=4, stages=3, programs_per_sm=2)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # the interpreter: few programs, so that shares cross requests
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -> torch.Tensor:
+    """The plan of one decode step, for every layer; a new tensor, computed on the device."""
+    num_requests = seq_lens.shape[0]
+    num_counters = num_requests * num_kv_heads
+    num_programs = _num_sms(seq_lens.device) * shape.programs_per_sm
+    plan = seq_lens.new_empty(num_requests + 1 + num_counters + num_programs, dtype=torch.int32)
+    requests = max(16, triton.next_power_of_2(num_requests))
+    _plan_kernel[(triton.cdiv(num_programs, 16),)](
+        seq_lens,
+        plan,
+        num_requests,
+        num_counters,
+        num_programs,
+        NUM_KV_HEADS=num_kv_heads,
+        TILE=shape.tile,
+        REQUESTS=requests,
+        PROGRAMS=16,
+        num_warps=4,
+        **launch_options(seq_lens.device),
+    )
+    return plan
+
+
+def decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    shape: DecodeShape,
+) -> torch.Tensor:
+    """Attention of q [R, H, D] contiguous over the paged cache; the plan is of the same shape."""
+    num_requests, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    q = q.contiguous()
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    num_programs = _num_sms(q.device) * shape.programs_per_sm
+    out = torch.empty_like(q)
+    partial = q.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
+    sums = q.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
+    _decode_kernel[(num_programs,)](
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        plan,
+        partial,
+        sums,
+        out,
+        num_requests,
+        block_tables.stride(0),
+        scale * LOG2E,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        DIM=max(16, triton.next_power_of_2(head_dim)),
+        TILE=shape.tile,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+        **launch_options(q.device),
+    )
+    return out

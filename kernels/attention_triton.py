@@ -1,0 +1,59 @@
+"""The Triton attention backend: split decode and variable-length prefill over the paged cache."""
+
+import torch
+
+from nvserve.kernels import attention_decode, attention_prefill
+from nvserve.kernels.attention import AttentionMetadata
+
+
+class TritonBackend:
+    """Our kernels: any CUDA device, float16, bfloat16 and true float32, any block size."""
+
+    name = "triton"
+
+    def plan_decode(
+        self,
+        meta: AttentionMetadata,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = attention_decode.decode_shape(dtype, head_dim)
+        meta.decode_plan = attention_decode.plan_decode(meta.seq_lens, num_kv_heads, shape)
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        return attention_prefill.prefill(
+            q,
+            key_cache,
+            value_cache,
+            meta.block_tables,
+            meta.seq_lens,
+            meta.cu_seqlens_q,
+            meta.max_query_len,
+            scale,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        shape = attention_decode.decode_shape(q.dtype, q.shape[2])
+        plan = meta.decode_plan
+        if plan is None:
+            plan = attention_decode.plan_decode(meta.seq_lens, key_cache.shape[2], shape)
+        return attention_decode.decode(
+            q, key_cache, value_cache, meta.block_tables, meta.seq_lens, plan, scale, shape
+        )

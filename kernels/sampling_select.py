@@ -1,0 +1,334 @@
+"""The row kernel of sampling.sample: the best token that survives truncation, without a sort.
+
+The k-th largest value is at least the k-th largest of the groups' maxima, so the groups that reach
+that hold it; bisection on the bits of floats finds it exactly among them.
+
+Top-p needs no threshold: the set it keeps is closed upward, so the best perturbed token of all is
+the answer if it is in the set, which one sum over the values strictly above it tells. If it is not,
+nothing at or below its value is, and the same pass has found the best of what lies above. With
+nucleus p the first try succeeds with probability p.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.noise import gumbel_from_bits, token_bits
+from nvserve.kernels.reference_sampling import GREEDY_BELOW
+
+GROUP: Final = 128  # tokens whose maximum the scan leaves
+
+_GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
+
+
+@triton.jit
+def _order(values):  # type: ignore[no-untyped-def]
+    """Float32 bits as int32 that compare like the floats (-0.0 under 0.0)."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(order):  # type: ignore[no-untyped-def]
+    """The inverse of _order, of a scalar."""
+    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _list_groups(  # type: ignore[no-untyped-def]
+    group_max, num_groups, threshold, list_ptr, GROUPS: tl.constexpr
+):
+    """Write the indices of groups that reach threshold to list_ptr; their number."""
+    each = tl.arange(0, GROUPS)
+    reaches = ((group_max >= threshold) & (each < num_groups)).to(tl.int32)
+    places = tl.cumsum(reaches, axis=0) - 1
+    tl.debug_barrier()  # earlier readers of the list are done
+    tl.store(list_ptr + places, each, mask=reaches != 0)
+    tl.debug_barrier()  # and later ones see it
+    return tl.sum(reaches)
+
+
+@triton.jit
+def _load_listed(  # type: ignore[no-untyped-def]
+    row_ptr,
+    list_ptr,
+    first,
+    count,
+    offset,
+    num_tokens,
+    inverse,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Scaled logits of the listed groups first .. first + TILE / GROUP, -inf outside the row."""
+    each = tl.arange(0, TILE)
+    place = first + each // GROUP
+    group = tl.load(list_ptr + place, mask=place < count, other=0)
+    local = group * GROUP + each % GROUP - offset
+    inside = (place < count) & (local >= 0) & (local < num_tokens)
+    logits = tl.load(row_ptr + local, mask=inside, other=float("-inf"))
+    return logits.to(tl.float32) * inverse
+
+
+@triton.jit
+def _kth_of_groups(group_max, k):  # type: ignore[no-untyped-def]
+    """Order of the k-th largest group maximum, k <= number of groups."""
+    keys = _order(group_max)
+    low = tl.min(keys).to(tl.int64)
+    high = tl.max(keys).to(tl.int64) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.sum((keys >= middle).to(tl.int32)) >= k:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _kth_largest(  # type: ignore[no-untyped-def]
+    row_ptr,
+    list_ptr,
+    count,
+    low,
+    high,
+    k,
+    offset,
+    num_tokens,
+    inverse,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A value that exactly the k largest (and ties of the k-th) reach; orders low .. high."""
+    per_tile: tl.constexpr = TILE // GROUP
+    while high - low > 1:
+        middle = (low + high) // 2
+        reached = 0
+        for first in range(0, count, per_tile):
+            scaled = _load_listed(
+                row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
+            )
+            reached += tl.sum((_order(scaled) >= middle).to(tl.int32))
+        if reached >= k:
+            low = middle
+        else:
+            high = middle
+        if reached == k:
+            high = low + 1
+    return _value(low.to(tl.int32))
+
+
+@triton.jit
+def _best_above(  # type: ignore[no-untyped-def]
+    row_ptr,
+    list_ptr,
+    count,
+    pivot,
+    strict,
+    kth,
+    top,
+    seed,
+    position,
+    base,
+    offset,
+    num_tokens,
+    inverse,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Over listed values above pivot: best perturbed one, its id and value; masses above and kept.
+
+    Without strict the pivot itself counts as above. The mass kept is that of values >= kth.
+    """
+    per_tile: tl.constexpr = TILE // GROUP
+    best = float("-inf")
+    best_id = 2147483647
+    best_scaled = float("-inf")
+    above_mass = 0.0
+    kept_mass = 0.0
+    for first in range(0, count, per_tile):
+        scaled = _load_listed(
+            row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
+        )
+        above = (scaled > pivot) | ((scaled == pivot) & (strict == 0))
+        mass = tl.exp(scaled - top)
+        above_mass += tl.sum(tl.where(above, mass, 0.0))
+        kept_mass += tl.sum(tl.where(scaled >= kth, mass, 0.0))
+        if tl.max(above.to(tl.int32)) > 0:
+            fours = tl.arange(0, TILE // 4)
+            place = first + fours // (GROUP // 4)
+            group = tl.load(list_ptr + place, mask=place < count, other=0)
+            counters = base // 4 + group * (GROUP // 4) + fours % (GROUP // 4)
+            noise = gumbel_from_bits(token_bits(seed, position, counters))
+            values = tl.where(above, scaled + noise, float("-inf"))
+            tile_best, index = tl.max(values, axis=0, return_indices=True)
+            # Lists ascend, so a later equal value has the higher id and loses.
+            if tile_best > best:
+                best = tile_best
+                group = tl.load(list_ptr + first + index // GROUP)
+                best_id = base + group * GROUP + index % GROUP
+                best_scaled = tl.max(tl.where(tl.arange(0, TILE) == index, scaled, float("-inf")))
+    return best_id, best_scaled, above_mass, kept_mass
+
+
+@triton.jit
+def _select_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    best_values_ptr,
+    best_ids_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    group_max_ptr,
+    list_ptr,  # [R, groups] int32 scratch
+    ids_ptr,
+    num_tokens,
+    row_stride,
+    first_token_id,
+    num_tiles,
+    num_groups,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, TILES)
+    in_tiles = tiles < num_tiles
+    start_next(PDL)
+    inputs_ready(PDL)
+    values = tl.load(best_values_ptr + row * num_tiles + tiles, mask=in_tiles, other=float("-inf"))
+    ids = tl.load(best_ids_ptr + row * num_tiles + tiles, mask=in_tiles, other=2147483647)
+    chosen = tl.min(tl.where(values == tl.max(values), ids, 2147483647))
+    temperature = tl.load(temperature_ptr + row)
+    k = tl.load(top_k_ptr + row)
+    p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    has_k = k > 0
+    if (temperature >= _GREEDY_BELOW) & (has_k | (p < 1.0) | (min_p > 0.0)):
+        inverse = tl.div_rn(1.0, temperature)
+        row_ptr = logits_ptr + row * row_stride
+        list_ptr += row * num_groups
+        base = first_token_id // 4 * 4
+        offset = first_token_id - base
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+        tops = tl.load(tile_max_ptr + row * num_tiles + tiles, mask=in_tiles, other=float("-inf"))
+        sums = tl.load(tile_sum_ptr + row * num_tiles + tiles, mask=in_tiles, other=0.0)
+        top = tl.max(tops)
+        mass = tl.sum(sums * tl.exp(tops - top))
+        groups = tl.arange(0, GROUPS)
+        group_max = tl.load(
+            group_max_ptr + row * num_groups + groups,
+            mask=groups < num_groups,
+            other=float("-inf"),
+        )
+        floor = float("-inf")
+        if min_p > 0.0:
+            floor = top + tl.log(min_p)
+        kth = float("-inf")
+        if has_k & (k < num_tokens):
+            low = tl.full([], -2139095041, tl.int64)  # order of -inf
+            if k <= num_groups:
+                low = _kth_of_groups(group_max, k)
+            count = _list_groups(group_max, num_groups, _value(low.to(tl.int32)), list_ptr, GROUPS)
+            high = _order(top).to(tl.int64) + 1
+            kth = _kth_largest(
+                row_ptr, list_ptr, count, low, high, k, offset, num_tokens, inverse, GROUP, TILE
+            )
+
+        lowest = tl.maximum(kth, floor)
+        candidate = tl.load(row_ptr + chosen - first_token_id).to(tl.float32) * inverse
+        if has_k | (candidate < lowest):
+            # The scan drew no noise for this row, or its best is out: start from what is in.
+            count = _list_groups(group_max, num_groups, tl.minimum(kth, lowest), list_ptr, GROUPS)
+            chosen, candidate, above_mass, kept_mass = _best_above(
+                row_ptr,
+                list_ptr,
+                count,
+                lowest,
+                0,
+                kth,
+                top,
+                seed,
+                position,
+                base,
+                offset,
+                num_tokens,
+                inverse,
+                GROUP,
+                TILE,
+            )
+            if has_k:
+                mass = kept_mass
+        searching = p < 1.0
+        while searching:
+            count = _list_groups(group_max, num_groups, candidate, list_ptr, GROUPS)
+            above_id, above_scaled, above_mass, kept_mass = _best_above(
+                row_ptr,
+                list_ptr,
+                count,
+                candidate,
+                1,
+                kth,
+                top,
+                seed,
+                position,
+                base,
+                offset,
+                num_tokens,
+                inverse,
+                GROUP,
+                TILE,
+            )
+            # Nothing above: the largest value, which always stays.
+            if (above_mass < p * mass) | (above_id == 2147483647):
+                searching = False
+            else:
+                chosen = above_id
+                candidate = above_scaled
+    # A row of -inf or NaN still gives an id of this shard.
+    chosen = tl.minimum(tl.maximum(chosen, first_token_id), first_token_id + num_tokens - 1)
+    tl.store(ids_ptr + row, chosen.to(tl.int64))
+
+
+def select_rows(
+    logits: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    scanned: tuple[torch.Tensor, ...],
+    first_token_id: int,
+) -> torch.Tensor:
+    """The sampled id of each row; parameters and scanned in the kernel's order."""
+    num_rows, num_tokens = logits.shape
+    num_tiles, num_groups = scanned[0].shape[1], scanned[4].shape[1]
+    ids = logits.new_empty(num_rows, dtype=torch.int64)
+    lists = logits.new_empty(num_rows, num_groups, dtype=torch.int32)
+    _select_kernel[(num_rows,)](
+        logits,
+        *parameters,
+        *scanned,
+        lists,
+        ids,
+        num_tokens,
+        logits.stride(0),
+        first_token_id,
+        num_tiles,
+        num_groups,
+        TILES=max(16, triton.next_power_of_2(num_tiles)),
+        GROUPS=max(16, triton.next_power_of_2(num_groups)),
+        GROUP=GROUP,
+        TILE=4096,
+        num_warps=8,
+        **launch_options(logits.device),
+    )
+    return ids

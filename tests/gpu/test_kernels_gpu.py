@@ -1,0 +1,379 @@
+"""Every Triton kernel against its torch twin: a shape grid on a GPU, a few shapes interpreted.
+
+With TRITON_INTERPRET=1 the same tests run on the CPU (tests/test_kernels_interpreted.py starts
+that process); dependent launch and CUDA graphs need the GPU.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from nvserve.kernels import (
+    activation,
+    attention,
+    matmul,
+    norm,
+    reference,
+    reference_sampling,
+    rope,
+    sampling,
+)
+from nvserve.kernels.dispatch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
+]
+on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot run it")
+
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+if INTERPRETED:
+    # The interpreter of triton 3.6 turns arrays of one element into range() bounds with int(),
+    # which numpy refuses from 2.4 on.
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(device=DEVICE, dtype=dtype)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert out.shape == expected.shape
+    assert out.dtype == expected.dtype
+    error = (out.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert error.item() <= tolerance, f"relative error {error.item():.2e} over {tolerance:.0e}"
+
+
+# -- norm, activation ------------------------------------------------------------------------------
+WIDTHS = [96] if INTERPRETED else [64, 96, 1024, 4096, 8192]
+TOKENS = [3] if INTERPRETED else [1, 7, 256]
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [*itertools.product(TOKENS, WIDTHS)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_match_the_reference(num_tokens: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_tokens, width, dtype=dtype), random(width, dtype=dtype)
+    out = norm.rms_norm(x, weight, 1e-6)
+    assert_close(out, reference.rms_norm(x, weight, 1e-6), TOLERANCE[dtype])
+
+    residual = random(num_tokens, width, dtype=dtype)
+    expected, expected_sum = reference.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert total.data_ptr() == residual.data_ptr()
+    assert torch.equal(total, expected_sum)
+    assert_close(out, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [*itertools.product(TOKENS, WIDTHS)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_matches_the_reference(
+    num_tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    gate_up = 3 * random(num_tokens, 2 * width, dtype=dtype)
+    out = activation.silu_and_mul(gate_up)
+    assert_close(out, reference.silu_and_mul(gate_up), TOLERANCE[dtype])
+
+
+# -- rope ------------------------------------------------------------------------------------------
+HEADS = [(4, 2, 24)] if INTERPRETED else [(32, 8, 128), (16, 8, 128), (14, 2, 64), (6, 3, 96)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("norms", [(True, True), (False, False)])
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_writes_what_the_reference_writes(
+    heads: tuple[int, int, int], norms: tuple[bool, bool], num_tokens: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    num_blocks, block_size = 40, 16
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.rand(100, head_dim // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+    positions = torch.randint(0, 100, (num_tokens,)).to(DEVICE)
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(DEVICE, torch.int32)
+    weights = [random(head_dim, dtype=dtype) if wanted else None for wanted in norms]
+    caches = [random(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype) for _ in "kv"]
+    copies = [cache.clone() for cache in caches]
+    shape = (num_heads, num_kv_heads)
+    out = rope.qk_norm_rope_cache(qkv, positions, cos_sin, *weights, 1e-6, *caches, slots, *shape)
+    expected = reference.qk_norm_rope_cache(
+        qkv, positions, cos_sin, *weights, 1e-6, *copies, slots, *shape
+    )
+    assert_close(out, expected, TOLERANCE[dtype])
+    assert_close(caches[0], copies[0], TOLERANCE[dtype])
+    assert torch.equal(caches[1], copies[1])
+
+
+# -- attention -------------------------------------------------------------------------------------
+BACKENDS = ["triton"] if INTERPRETED else ["triton", "fa3"]
+SHAPES = [(4, 2, 24, 4)] if INTERPRETED else [
+    (32, 8, 128, 16), (16, 8, 128, 16), (14, 2, 64, 32), (8, 8, 96, 16), (32, 1, 128, 1),
+    (8, 2, 256, 64),
+]  # fmt: skip
+BATCHES = [[1, 37, 70]] if INTERPRETED else [
+    [1], [512], [5, 1, 700, 64, 65, 16, 1, 2000], [1] * 64, [300] * 130
+]  # fmt: skip
+
+
+def make_backend(name: str, dtype: torch.dtype, head_dim: int) -> attention.AttentionBackend:
+    try:
+        return attention.select_backend(torch.device(DEVICE), dtype, head_dim, 16, name)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def paged_case(
+    shape: tuple[int, int, int, int], lengths: list[int], queries: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, attention.AttentionMetadata]:
+    """Queries and caches whose unused tokens are NaN, so that reading one shows."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 1
+    order = (torch.randperm(num_blocks - 1) + 1).tolist()
+    tables = torch.zeros(len(lengths), max(counts) + 3, dtype=torch.int32)
+    caches = [
+        torch.full((num_blocks, block_size, num_kv_heads, head_dim), float("nan")) for _ in "kv"
+    ]
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks, order = order[:count], order[count:]
+        tables[row, :count] = torch.tensor(blocks)
+        for cache in caches:
+            flat = torch.full((count * block_size, num_kv_heads, head_dim), float("nan"))
+            flat[:length] = torch.randn(length, num_kv_heads, head_dim)
+            cache[blocks] = flat.view(count, block_size, num_kv_heads, head_dim)
+    meta = attention.AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32).to(
+            DEVICE
+        ),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32).to(DEVICE),
+        block_tables=tables.to(DEVICE),
+        max_query_len=max(queries),
+        max_seq_len=tables.shape[1] * block_size,
+    )
+    q = random(sum(queries), num_heads, head_dim, dtype=dtype)
+    key_cache, value_cache = (cache.to(DEVICE, dtype) for cache in caches)
+    return q, key_cache, value_cache, meta
+
+
+def expected_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    meta: attention.AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    tables = (meta.cu_seqlens_q, meta.seq_lens, meta.block_tables)
+    return reference.paged_attention(q, key_cache, value_cache, *tables, scale)
+
+
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_decode_attends_to_every_key_and_to_no_other(
+    name: str, dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int]
+) -> None:
+    backend = make_backend(name, dtype, shape[2])
+    q, keys, values, meta = paged_case(shape, lengths, [1] * len(lengths), dtype)
+    expected = expected_attention(q, keys, values, meta, shape[2] ** -0.5)
+    out = backend.decode(q, keys, values, meta, shape[2] ** -0.5)
+    assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
+    backend.plan_decode(meta, *shape, dtype)
+    for _ in range(2):  # the second layer finds the counters as the first left them
+        out = backend.decode(q, keys, values, meta, shape[2] ** -0.5)
+        assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
+
+
+CHUNKS = [[(1, 1), (9, 40), (7, 7)]] if INTERPRETED else [
+    [(1, 1)], [(300, 300)], [(1, 900), (17, 17), (128, 700), (1, 1), (64, 65)], [(1, 33)] * 70
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda chunks: f"{len(chunks)}x{max(chunks)}")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_prefill_is_causal_from_the_bottom_right(
+    name: str, dtype: torch.dtype, shape: tuple[int, int, int, int], chunks: list[tuple[int, int]]
+) -> None:
+    backend = make_backend(name, dtype, shape[2])
+    queries, lengths = [q for q, _ in chunks], [length for _, length in chunks]
+    q, keys, values, meta = paged_case(shape, lengths, queries, dtype)
+    out = backend.prefill(q, keys, values, meta, shape[2] ** -0.5)
+    expected = expected_attention(q, keys, values, meta, shape[2] ** -0.5)
+    assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
+
+
+@on_gpu_only
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_decode_graph_captured_at_length_1_is_right_at_any_length(name: str) -> None:
+    shape = (32, 8, 128, 16)
+    backend = make_backend(name, torch.bfloat16, 128)
+    lengths = [4000, 1, 77, 1024, 3, 2048, 16, 900]
+    q, keys, values, meta = paged_case(shape, lengths, [1] * 8, torch.bfloat16)
+    expected = expected_attention(q, keys, values, meta, 0.1)
+    real = meta.seq_lens.clone()
+    meta.seq_lens.fill_(1)
+
+    def step() -> list[torch.Tensor]:
+        backend.plan_decode(meta, *shape, torch.bfloat16)
+        return [backend.decode(q, keys, values, meta, 0.1) for _ in range(3)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers = step()
+    for _ in range(3):
+        meta.seq_lens.copy_(real)
+        graph.replay()
+        for out in layers:
+            assert_close(out, expected, TOLERANCE[torch.bfloat16])
+            out.fill_(float("nan"))
+        meta.seq_lens.fill_(1)
+        graph.replay()
+
+
+# -- sampling --------------------------------------------------------------------------------------
+VOCABULARIES = [500] if INTERPRETED else [500, 32_003, 151_936]
+
+
+def rows(num_rows: int) -> dict[str, torch.Tensor]:
+    """One of each kind of row, repeated: greedy, plain, top-k, top-p, min-p and all of them."""
+    kinds = torch.tensor(
+        [
+            # temperature, top_k, top_p, min_p
+            [0.0, 5, 0.5, 0.1],
+            [1.0, 0, 1.0, 0.0],
+            [0.7, 20, 1.0, 0.0],
+            [1.3, 0, 0.9, 0.0],
+            [1.0, 0, 1.0, 0.05],
+            [0.6, 20, 0.95, 0.02],
+            [2.0, 1, 1.0, 0.0],
+            [1.0, 0, 0.0, 0.0],
+            [1.0, 300, 0.5, 0.0],
+            [1.0, 3000, 0.999, 0.0],
+        ]
+    )
+    kinds = kinds[torch.arange(num_rows) % len(kinds)].to(DEVICE)
+    return {
+        "temperature": kinds[:, 0].contiguous(),
+        "top_k": kinds[:, 1].to(torch.int32),
+        "top_p": kinds[:, 2].contiguous(),
+        "min_p": kinds[:, 3].contiguous(),
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (num_rows,)).to(DEVICE),
+        "positions": torch.randint(0, 2**33, (num_rows,)).to(DEVICE),
+    }
+
+
+@pytest.mark.parametrize("first_token_id", [0, 4096, 37])
+@pytest.mark.parametrize("num_tokens", VOCABULARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gumbel_argmax_picks_the_reference_token(
+    num_tokens: int, first_token_id: int, dtype: torch.dtype
+) -> None:
+    logits = 3 * random(12, num_tokens, dtype=dtype)
+    names = ("temperature", "seeds", "positions")
+    arguments = [rows(12)[name] for name in names]
+    values, ids = sampling.gumbel_argmax(logits, *arguments, first_token_id)
+    expected = reference_sampling.perturb(logits, *arguments, first_token_id)
+    best, best_ids = reference_sampling.gumbel_argmax(logits, *arguments, first_token_id)
+    assert torch.allclose(values, best, atol=2e-4, rtol=1e-5)
+    # Logarithms differ in their last bits, so near ties may fall the other way.
+    got = expected.gather(1, ids[:, None] - first_token_id)[:, 0]
+    assert torch.all((ids == best_ids) | (best - got < 2e-4))
+    assert (ids == best_ids).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("num_tokens", VOCABULARIES)
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sample_picks_the_reference_token(
+    num_tokens: int, spread: float, dtype: torch.dtype
+) -> None:
+    num_rows = 10 if INTERPRETED else 60
+    logits = spread * random(num_rows, num_tokens, dtype=dtype)
+    logits[:, ::7] = float("-inf")
+    arguments = rows(num_rows)
+    ids = sampling.sample(logits, **arguments)
+    expected = reference_sampling.sample(logits, **arguments)
+    # A nucleus' edge is a sum of rounded terms, so a rare row may differ; greedy rows never.
+    assert (ids == expected).float().mean() >= 0.95
+    assert torch.equal(ids[::10], expected[::10])
+
+
+def test_sample_with_ties_takes_the_reference_token() -> None:
+    logits = torch.randint(-3, 3, (40, 700)).float().to(DEVICE)[: 10 if INTERPRETED else 40]
+    arguments = rows(len(logits))
+    ids = sampling.sample(logits, **arguments)
+    assert torch.equal(ids, reference_sampling.sample(logits, **arguments))
+    nothing = torch.full((2, 64), float("-inf"), device=DEVICE)
+    assert sampling.sample(nothing, **rows(2)).max() < 64
+
+
+@pytest.mark.parametrize("num_tokens", [100] if INTERPRETED else [100, 32_003])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_penalties_masks_and_counts_match_the_reference(
+    num_tokens: int, dtype: torch.dtype
+) -> None:
+    num_rows, num_slots = 5, 9
+    slots = torch.tensor([3, 0, 8, 3, 1], dtype=torch.int32).to(DEVICE)
+    counts = torch.randint(0, 3, (num_slots, num_tokens), dtype=torch.int32).to(DEVICE)
+    prompt = (torch.rand(num_slots, num_tokens) < 0.3).to(DEVICE)
+    frequency, presence = torch.rand(num_rows).to(DEVICE), torch.rand(num_rows).to(DEVICE)
+    repetition = 0.5 + torch.rand(num_rows).to(DEVICE)
+    frequency[1] = presence[1] = 0.0
+    repetition[1] = 1.0
+    logits = random(num_rows, num_tokens, dtype=dtype)
+    penalties = (slots, counts, prompt, frequency, presence, repetition)
+    expected = reference_sampling.apply_penalties(logits.clone(), *penalties)
+    assert sampling.apply_penalties(logits, *penalties) is logits
+    assert_close(logits, expected, TOLERANCE[dtype])
+
+    words = torch.randint(-(2**31), 2**31, (num_rows, -(-num_tokens // 32)), dtype=torch.int32)
+    expected = reference_sampling.apply_token_mask(expected, words.to(DEVICE))
+    sampling.apply_token_mask(logits, words.to(DEVICE))
+    assert torch.equal(logits.isinf(), expected.isinf())
+
+    ids = torch.tensor([1, -1, 5, 1, num_tokens]).to(DEVICE)
+    expected = counts.clone()
+    reference_sampling.count_tokens(expected, slots, ids)
+    sampling.count_tokens(counts, slots, ids)
+    assert torch.equal(counts, expected)
+
+
+# -- matmul ----------------------------------------------------------------------------------------
+@on_gpu_only
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 3072), (96, 80)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_matches_the_reference(
+    num_tokens: int, outputs: int, inputs: int, biased: bool
+) -> None:
+    x = random(num_tokens, inputs, dtype=torch.bfloat16)
+    weight = random(outputs, inputs, dtype=torch.bfloat16)
+    bias = 10 * random(outputs, dtype=torch.bfloat16) if biased else None
+    assert_close(matmul.linear(x, weight, bias), reference.linear(x, weight, bias), 6e-3)
