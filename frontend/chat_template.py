@@ -1,0 +1,100 @@
+"""A model's chat template: messages -> prompt text, in jinja2's sandbox, by Hugging Face's rules.
+
+The template comes with the model and never from a request. A failure to render is the client's
+error: the template refuses the messages, or cannot handle their shape.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nvserve.frontend.errors import StartFailure, invalid
+
+MAX_RENDERED_CHARS: Final = 16 << 20
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text; serving ignores it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Refusal(Exception):
+    """The template called raise_exception."""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(template: str) -> str:
+    return datetime.datetime.now().strftime(template)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """Plain JSON: jinja2's own filter escapes for HTML, which would change the prompt."""
+    separators = more.get("separators")
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=tuple(separators) if separators else None,
+        sort_keys=bool(more.get("sort_keys", False)),
+    )
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise StartFailure(
+                f"chat template, line {error.lineno}: {error.message}; repair or remove it"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The prompt text; a 400 when the template refuses or cannot render the messages."""
+        chat = [self._adapt(message) for message in messages]
+        try:
+            text = self._template.render(
+                messages=chat,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except _Refusal as error:
+            raise invalid("messages", f"refused by the chat template: {error}") from error
+        except Exception as error:  # a template may raise anything; none of it is our fault
+            raise invalid("messages", "the chat template cannot render these messages") from error
+        if len(text) > MAX_RENDERED_CHARS:
+            raise invalid("messages", f"render to more than {MAX_RENDERED_CHARS} characters")
+        return text
+
+    def _adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Name the developer's role as the template does: most know it as system."""
+        adapted = dict(message)
+        if adapted["role"] == "developer" and not self._knows_developer:
+            adapted["role"] = "system"
+        return adapted

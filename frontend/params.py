@@ -1,0 +1,209 @@
+"""Sampling as clients name it -> the SamplingParams that core and workers take, checked.
+
+The same for HTTP and ZMQ: defaults from the model's generation config, ranges from
+protocol.sampling, room from the context length. Every violation is a 400 naming the field.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from nvserve.frontend.errors import invalid
+from nvserve.protocol.client_messages import SamplingFields
+from nvserve.protocol.sampling import BadParameter, SamplingParams, check_sampling
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 1024
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_CHARS: Final = 256
+MAX_SALT_CHARS: Final = 256
+MAX_PRIORITY: Final = 2**31 - 1
+SEED_MASK: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must fit in, and the model's own defaults."""
+
+    max_model_len: int
+    vocab_size: int
+    sampling_defaults: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How a request's ids become text; these never leave the frontend."""
+
+    stops: list[str]
+    include_stop: bool
+    skip_special: bool
+
+
+def check_prompt(ids: Sequence[int], limits: Limits, param: str = "prompt") -> None:
+    """Refuse ids outside the vocabulary, no ids, and more than leave room for one token."""
+    if not ids:
+        raise invalid(param, "must not be empty")
+    if len(ids) >= limits.max_model_len:
+        raise invalid(
+            param,
+            f"has {len(ids)} tokens, which leave no room for output in the context of "
+            f"{limits.max_model_len}",
+            "context_length_exceeded",
+        )
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise invalid(param, f"holds a token id outside 0..{limits.vocab_size - 1}")
+
+
+def resolve_max_tokens(
+    asked: int | None, num_prompt_tokens: int, limits: Limits, *, default: int | None, param: str
+) -> int:
+    """Tokens to generate. `default` is cut to the room left (None takes all); `asked` never is."""
+    room = limits.max_model_len - num_prompt_tokens
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked < 0:
+        raise invalid(param, "must not be negative")
+    if asked > room:
+        raise invalid(
+            param,
+            f"is larger than the room left: {num_prompt_tokens} prompt tokens leave {room} of the "
+            f"context of {limits.max_model_len}",
+            "context_length_exceeded",
+        )
+    return asked
+
+
+def resolve_sampling(
+    fields: SamplingFields,
+    limits: Limits,
+    tokenizer: FastTokenizer,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+) -> SamplingParams:
+    """All parameters with their defaults, or a 400 for the first one out of range."""
+    defaults = limits.sampling_defaults
+
+    def pick(value: float | None, name: str, fallback: float) -> float:
+        return value if value is not None else float(defaults.get(name, fallback))
+
+    params = SamplingParams(
+        temperature=pick(fields.temperature, "temperature", 1.0),
+        top_p=pick(fields.top_p, "top_p", 1.0),
+        top_k=_top_k(fields.top_k, defaults),
+        min_p=pick(fields.min_p, "min_p", 0.0),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=pick(fields.repetition_penalty, "repetition_penalty", 1.0),
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=fields.stop_token_ids or [],
+        logprobs=_logprobs(logprobs),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        allowed_token_ids=_allowed(fields.allowed_token_ids),
+        bad_words=_bad_words(fields.bad_words or [], tokenizer),
+    )
+    try:
+        check_sampling(params, limits.vocab_size)
+    except BadParameter as error:
+        raise invalid(error.param, str(error).removeprefix(f"{error.param} ")) from error
+    return params
+
+
+def resolve_text_rules(fields: SamplingFields) -> TextRules:
+    """Stop strings and special tokens, or a 400."""
+    stop = fields.stop
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"holds {len(stops)} strings, at most {MAX_STOPS} are allowed")
+    for text in stops:
+        if not text:
+            raise invalid("stop", "must not hold an empty string")
+        if len(text) > MAX_STOP_CHARS:
+            raise invalid("stop", f"a string is longer than {MAX_STOP_CHARS} characters")
+    return TextRules(
+        stops=stops,
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special=fields.skip_special_tokens is not False,
+    )
+
+
+def resolve_seed(seed: int | None) -> int | None:
+    """A client's seed folded into 63 bits; None when it gave none."""
+    if seed is None:
+        return None
+    if not -(2**63) <= seed < 2**63:
+        raise invalid("seed", "must fit in 64 bits, signed")
+    return seed & SEED_MASK
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: 0 keeps it, the others differ from it and from each other."""
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & SEED_MASK
+    return mixed
+
+
+def resolve_priority(priority: int | None) -> int:
+    """Lower runs first, 0 by default."""
+    if priority is not None and not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    return priority or 0
+
+
+def resolve_salt(salt: str | None) -> str:
+    """The extra key of the prefix cache, empty by default."""
+    if salt is not None and len(salt) > MAX_SALT_CHARS:
+        raise invalid("cache_salt", f"is longer than {MAX_SALT_CHARS} characters")
+    return salt or ""
+
+
+# -- single fields ---------------------------------------------------------------------------------
+
+
+def _top_k(asked: int | None, defaults: Mapping[str, float]) -> int:
+    if asked is None:
+        return int(defaults.get("top_k", 0)) or -1
+    if asked == 0:
+        raise invalid("top_k", "must be -1 (off) or positive, not 0")
+    return asked
+
+
+def _logprobs(asked: int | None) -> int:
+    if asked is None:
+        return -1
+    if asked < 0:
+        raise invalid("logprobs", "must not be negative")
+    return asked
+
+
+def _allowed(ids: list[int] | None) -> list[int]:
+    if ids is not None and not ids:
+        raise invalid("allowed_token_ids", "must not be empty")
+    return ids or []
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """Keys as ids. Only plain decimal digits count: int() would also take `" 5"` and `"1_0"`."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise invalid("logit_bias", "keys must be token ids")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _bad_words(words: Sequence[str], tokenizer: FastTokenizer) -> list[list[int]]:
+    """Each word as the ids it has at a start and behind a space, as most tokenizers tell apart."""
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"holds {len(words)} words, at most {MAX_BAD_WORDS} are allowed")
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise invalid("bad_words", f"a word must have 1 to {MAX_BAD_WORD_CHARS} characters")
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+            if ids:
+                sequences[ids] = None
+    return [list(ids) for ids in sequences]

@@ -1,0 +1,135 @@
+"""A model folder's tokenizer: text -> ids, its chat template, and its defaults for sampling.
+
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json. Long
+texts are encoded in a thread by a call that releases the interpreter, so that streams go on.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from nvserve.frontend.chat_template import ChatTemplate
+from nvserve.frontend.detokenizer import Vocabulary
+from nvserve.frontend.errors import StartFailure, invalid
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARS: Final = 2000  # a longer text is encoded in a thread
+NORMALIZED_SHRINKAGE: Final = 4  # how much shorter a normalizer may make a text, at most
+NUM_THREADS: Final = 2
+SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
+SAMPLING_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Tokenizer:
+    """Encodes prompts for one model; `vocabulary` is the way back."""
+
+    def __init__(self, model_dir: str, max_model_len: int) -> None:
+        folder = Path(model_dir)
+        self.fast: Final = _load_fast(folder / "tokenizer.json")
+        config = _load_json(folder / "tokenizer_config.json")
+        added = self.fast.get_added_tokens_decoder()
+        special = frozenset(i for i, token in added.items() if token.special)
+        self.vocabulary: Final = Vocabulary(self.fast, special)
+        self.max_model_len: Final = max_model_len
+        shrinkage = 1 if self.fast.normalizer is None else NORMALIZED_SHRINKAGE
+        self._max_bytes: Final = max_model_len * self.vocabulary.max_token_bytes * shrinkage
+        self.chat_template: Final = _load_chat_template(folder, config)
+        if self.chat_template is None:
+            logger.warning("%s has no chat template: /v1/chat/completions answers 400", folder)
+        self.sampling_defaults: Final = _sampling_defaults(folder / "generation_config.json")
+        self._threads: Final = ThreadPoolExecutor(NUM_THREADS, "encode")
+
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of one text; a 400 on `param` when it is certainly longer than the context."""
+        num_bytes = len(text.encode())
+        if num_bytes > self._max_bytes:
+            raise invalid(
+                param,
+                f"{num_bytes} bytes of text cannot fit in {self.max_model_len} tokens",
+                "context_length_exceeded",
+            )
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation; the template writes all special tokens itself, BOS included."""
+        if self.chat_template is None:
+            raise invalid("messages", "this model has no chat template; use /v1/completions")
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return await self.encode(text, param="messages", add_special_tokens=False)
+
+    def close(self) -> None:
+        """Stop the threads; texts not begun are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` holds the interpreter for the whole text, `encode_batch_fast` does not.
+        batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
+
+
+def _load_fast(path: Path) -> FastTokenizer:
+    if not path.is_file():
+        raise StartFailure(
+            f"no tokenizer: {path} is missing; nvserve needs the tokenizer.json of the model"
+        )
+    try:
+        fast = FastTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for every bad file
+        raise StartFailure(f"cannot read the tokenizer {path}: {error}") from error
+    fast.no_padding()
+    fast.no_truncation()
+    return fast
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty when there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StartFailure(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StartFailure(f"{path} does not hold a JSON object")
+    return content
+
+
+def _load_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """From its own file, or from the tokenizer's config: one text, or several by name."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text() if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    special = {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    return ChatTemplate(source, special)
+
+
+def _token_text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _sampling_defaults(path: Path) -> dict[str, float]:
+    """The sampling parameters the model's makers recommend, where they name some."""
+    config = _load_json(path)
+    named = {name: config.get(name) for name in SAMPLING_DEFAULTS}
+    return {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
