@@ -1,0 +1,77 @@
+"""The `nvserve` command: one click group whose sub-commands are imported only when they run."""
+
+import importlib
+from typing import Final
+
+import click
+
+import nvserve
+
+# name -> (module, command in it, one line of help)
+COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
+    "launch": ("nvserve.scripts.launch", "launch", "Serve a model over HTTP and ZeroMQ."),
+    "generate": ("nvserve.scripts.generate", "generate", "Continue one prompt on the terminal."),
+    "chat": ("nvserve.scripts.chat", "chat", "Talk to a model on the terminal."),
+    "status": ("nvserve.scripts.status", "status", "Show the running servers' processes."),
+}
+BENCHMARKS: Final[dict[str, tuple[str, str, str]]] = {
+    "scheduler": (
+        "nvserve.scripts.bench.scheduler",
+        "scheduler",
+        "Cost of planning, without a GPU.",
+    ),
+    "frontend": (
+        "nvserve.scripts.bench.frontend",
+        "frontend",
+        "Tokens streamed per second by the control path alone.",
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when it is called."""
+
+    def __init__(self, name: str, lazy: dict[str, tuple[str, str, str]], text: str) -> None:
+        super().__init__(name=name, help=text, no_args_is_help=True)
+        self._lazy: Final = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self._lazy, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return super().get_command(ctx, cmd_name)
+        module, attribute, _ = self._lazy[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing any."""
+        rows = [(name, text) for name, (_, _, text) in self._lazy.items()]
+        for name in super().list_commands(ctx):
+            command = super().get_command(ctx, name)
+            rows.append((name, command.get_short_help_str() if command else ""))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+group = LazyGroup("nvserve", COMMANDS, nvserve.__doc__ or "")
+group.add_command(LazyGroup("bench", BENCHMARKS, "Measure parts of nvserve."))
+
+
+@group.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import PackageNotFoundError  # 20 ms that only this command needs
+    from importlib.metadata import version as installed_version
+
+    try:
+        click.echo(installed_version("nvserve"))
+    except PackageNotFoundError:
+        click.echo("not installed (running from a checkout)")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    group(prog_name="nvserve")

@@ -1,0 +1,309 @@
+"""`nvserve launch`: flags -> Config -> supervisor. Loads no torch."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from nvserve.protocol.child import die_with_parent
+from nvserve.protocol.config import Config
+from nvserve.scripts import launch_dir, listener
+from nvserve.scripts.children import API_KEY_VARIABLE
+from nvserve.scripts.device import has_gpu
+from nvserve.scripts.display import Display
+from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.model_facts import (
+    DEMO_MODEL,
+    DEMO_NAME,
+    Model,
+    ModelError,
+    check_split,
+    read_model,
+)
+from nvserve.scripts.startup import describe_config
+from nvserve.scripts.supervisor import Supervisor
+
+# Flags whose name is not the field's own.
+FLAGS: Final = {
+    "tp_size": "--tp",
+    "served_model_names": "--served-model-name",
+    "num_spares": "--spares",
+    "restart_window_s": "--restart-window",
+    "hang_timeout_s": "--hang-timeout",
+    "shutdown_timeout_s": "--shutdown-timeout",
+    "request_timeout_s": "--request-timeout",
+    "disable_auth": "--no-auth",
+}
+MIN_API_KEY: Final = 8  # characters
+
+
+class UsageError(click.ClickException):
+    """A wrong flag, model or combination: one line, exit status 2."""
+
+    exit_code = ExitCode.USAGE
+
+
+def _load_defaults(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """--config: a TOML or JSON file of flags without their dashes; the command line wins."""
+    if path is None:
+        return
+    try:
+        text = path.read_text()
+        values = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    known = {name: param for param in context.command.params for name in _spellings(param)}
+    defaults = {}
+    for name, value in values.items() if isinstance(values, dict) else [("", None)]:
+        param = known.get(str(name).replace("_", "-"))
+        if param is None or param.name == "config":
+            raise UsageError(f"--config {path}: unknown setting {name!r}")
+        defaults[param.name] = value
+    context.default_map = {**(context.default_map or {}), **defaults}
+
+
+def _spellings(param: click.Parameter) -> list[str]:
+    names = [*param.opts, *param.secondary_opts]
+    return [name.removeprefix("--") for name in names if not name.startswith("--no-")]
+
+
+def _refuse_key(context: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise UsageError(
+            f"a key on the command line can be read by everybody on this machine: put it into "
+            f"the environment variable {API_KEY_VARIABLE} or a file (--api-key-file)"
+        )
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=_load_defaults,
+    help="TOML or JSON file with any of these flags.",
+)
+@click.option("--model", help="Hugging Face model folder.  [default: the demo model]")
+@click.option(
+    "--served-model-name",
+    "served_model_names",
+    multiple=True,
+    help="Name clients use; may be repeated.  [default: the folder's name]",
+)
+@click.option(
+    "--tp",
+    "--tensor-parallel-size",
+    "tp_size",
+    type=int,
+    default=1,
+    help="GPUs (worker processes) the model is split over.",
+)
+@click.option("--host", default="127.0.0.1", help="HTTP address.")
+@click.option("--port", type=int, default=8000, help="HTTP port, 0 for any free one.")
+@click.option(
+    "--zmq-port",
+    type=click.IntRange(0, 65535),
+    default=None,
+    help="Open the ZMQ client door at this port, 0 for any.  [default: closed]",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "sim"]),
+    default="auto",
+    help="auto: cuda when a GPU is visible.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="auto: float32 on CPU, the model's own on CUDA.",
+)
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    help="dummy: random weights.",
+)
+@click.option(
+    "--max-model-len",
+    type=int,
+    default=None,
+    help="Prompt and output tokens of one request.  [default: the model's context]",
+)
+@click.option("--max-num-seqs", type=int, default=256, help="Requests running at once.")
+@click.option("--max-num-batched-tokens", type=int, default=2048, help="Token budget of a step.")
+@click.option("--block-size", type=int, default=16, help="Tokens in a KV block.")
+@click.option("--num-kv-blocks", type=int, default=0, help="Exact pool size, 0 to measure.")
+@click.option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the card to use.")
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    help="Reuse KV blocks of equal prompt beginnings.",
+)
+@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
+@click.option(
+    "--attention-backend",
+    type=click.Choice(["", "fa3", "fa2", "triton", "torch"]),
+    default="",
+    help="Empty: the best one that works.",
+)
+@click.option("--max-queued-requests", type=int, default=1024, help="Waiting requests before 429.")
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    type=float,
+    default=0.0,
+    help="Seconds a request may take by default, 0 for no limit.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    type=float,
+    default=30.0,
+    help="Seconds running requests get after Ctrl-C or SIGTERM.",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help=f"File with the key clients must send; or set {API_KEY_VARIABLE}.",
+)
+@click.option("--api-key", expose_value=False, hidden=True, callback=_refuse_key)
+@click.option(
+    "--no-auth",
+    "disable_auth",
+    is_flag=True,
+    help="Allow a --host other than loopback without a key.",
+)
+@click.option(
+    "--max-restarts",
+    type=int,
+    default=5,
+    help="Unplanned deaths within --restart-window before giving up.",
+)
+@click.option("--restart-window", "restart_window_s", type=float, default=60.0, help="Seconds.")
+@click.option("--spares", "num_spares", type=int, default=1, help="Warm spare workers, 0 or 1.")
+@click.option(
+    "--hang-timeout",
+    "hang_timeout_s",
+    type=float,
+    default=5.0,
+    help="Seconds of silence that count as a hang.",
+)
+@click.option("--sim-step-ms", type=float, default=0.0, help="--device sim: fixed part of a step.")
+@click.option("--sim-token-ms", type=float, default=0.0, help="--device sim: part of each token.")
+@click.option("--seed", type=int, default=0, help="Of dummy weights and of drawn request seeds.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Of all processes.",
+)
+@click.option("--quiet", is_flag=True, hidden=True, help="Do not show the processes' own lines.")
+@click.option("--parent-pid", type=int, default=None, hidden=True, help="Die with this process.")
+def launch(
+    *,
+    model: str | None,
+    api_key_file: Path | None,
+    quiet: bool,
+    parent_pid: int | None,
+    **settings: Any,
+) -> None:
+    """Serve a model over HTTP (OpenAI-compatible) and ZeroMQ until Ctrl-C."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    api_key = _read_key(api_key_file)
+    config = build_config(Path(model) if model else None, settings, has_key=bool(api_key))
+    try:
+        http = listener.listen(config.host, config.port)
+        launch_dir.sweep()
+        directory = launch_dir.LaunchDir()
+    except (listener.ListenError, launch_dir.LaunchDirError) as error:
+        raise click.ClickException(str(error)) from error
+    display = Display(is_quiet=quiet)
+    for line in describe_config(config):
+        display.note(line)
+    supervisor = Supervisor(
+        config, http=http, directory=directory, display=display, api_key=api_key
+    )
+    sys.exit(supervisor.run())
+
+
+def build_config(path: Path | None, settings: dict[str, Any], *, has_key: bool) -> Config:
+    """Resolve what is `auto`, check what only flags and model together can tell; UsageError."""
+    try:
+        model = read_model(path or DEMO_MODEL, needs_weights=settings["load_format"] != "dummy")
+        if settings["tp_size"] > 0:
+            check_split(model, settings["tp_size"])
+    except ModelError as error:
+        raise UsageError(str(error)) from error
+    fields = dict(settings)
+    _resolve(fields, model, is_demo=path is None)
+    try:
+        config = msgspec.convert(fields, Config)
+    except msgspec.ValidationError as error:
+        raise UsageError(_name_flag(str(error))) from error
+    _check(config, has_key=has_key)
+    return config
+
+
+def _resolve(fields: dict[str, Any], model: Model, *, is_demo: bool) -> None:
+    fields["model"] = str(model.path.resolve())
+    fields["facts"] = msgspec.to_builtins(model.facts)
+    default_name = DEMO_NAME if is_demo else model.path.resolve().name
+    fields["served_model_names"] = list(fields["served_model_names"]) or [default_name]
+    if fields["device"] == "auto":
+        fields["device"] = "cuda" if has_gpu() else "cpu"
+    if fields["dtype"] == "auto":
+        fields["dtype"] = model.dtype if fields["device"] == "cuda" else "float32"
+    if fields["max_model_len"] is None:
+        fields["max_model_len"] = model.facts.context_len
+    zmq_port = fields.pop("zmq_port")
+    if zmq_port is not None:
+        host = f"[{fields['host']}]" if ":" in fields["host"] else fields["host"]
+        fields["zmq_endpoint"] = f"tcp://{host}:{zmq_port or '*'}"
+
+
+def _check(config: Config, *, has_key: bool) -> None:
+    facts = config.facts
+    if config.max_model_len > facts.context_len:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len} is more than the model's context of "
+            f"{facts.context_len} tokens"
+        )
+    if config.num_kv_blocks == 1:
+        raise UsageError("--num-kv-blocks 1 leaves none to use: the first one is scratch")
+    if not listener.is_loopback(config.host) and not has_key and not config.disable_auth:
+        raise UsageError(
+            f"--host {config.host} can be reached from other machines: set an API key "
+            f"({API_KEY_VARIABLE} or --api-key-file), or say --no-auth"
+        )
+
+
+def _name_flag(message: str) -> str:
+    """msgspec's "... - at `$.tp_size`" as a sentence that names the flag."""
+    text, _, place = message.partition(" - at `$.")
+    field = place.rstrip("`").partition("[")[0].partition(".")[0]
+    flag = FLAGS.get(field, "--" + field.replace("_", "-"))
+    return f"{flag}: {text[:1].lower()}{text[1:]}"
+
+
+def _read_key(path: Path | None) -> str:
+    """The API key, or "" for none."""
+    if path is None:
+        key = os.environ.get(API_KEY_VARIABLE, "")
+    else:
+        try:
+            key = path.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--api-key-file {path}: {error}") from error
+        if not key:
+            raise UsageError(f"--api-key-file {path} is empty")
+    if key and (len(key) < MIN_API_KEY or not key.isascii() or not key.isprintable()):
+        raise UsageError(f"an API key needs {MIN_API_KEY} or more printable ASCII characters")
+    return key

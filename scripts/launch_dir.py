@@ -1,0 +1,102 @@
+"""The private directory of one launch: made, found again and swept.
+
+It holds sockets, progress pages and the group's file store. A lock file tells whether its launcher
+lives: the lock goes with the process, in whatever container it ran.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from nvserve.protocol.channel import MAX_IPC_PATH
+
+PREFIX: Final = "nvserve-"
+MAX_NAME_BYTES: Final = 32  # the longest socket name in it, with the slash
+RANDOM_BYTES: Final = 8  # mkdtemp's part of the name
+YOUNG_S: Final = 60.0  # a directory without a lock may still be in the making
+FALLBACK: Final = "/tmp"
+
+
+class LaunchDirError(RuntimeError):
+    """No directory could be made; the message is for the user."""
+
+
+class LaunchDir:
+    """A fresh 0700 directory, ours until `remove` or the end of the process."""
+
+    def __init__(self) -> None:
+        self.path: Final = _make()
+        making = self.path / "making"
+        self._lock: Final = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        making.rename(self.path / "lock")  # it appears locked: nobody can take us for stale
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # the next launch sweeps what is left
+        os.close(self._lock)
+
+
+def bases() -> list[Path]:
+    """Where launch directories may be: TMPDIR when its path is short enough, then /tmp."""
+    longest = MAX_IPC_PATH - MAX_NAME_BYTES - len(PREFIX) - RANDOM_BYTES - 1
+    chosen = [Path(tempfile.gettempdir()), Path(FALLBACK)]
+    return list(dict.fromkeys(base for base in chosen if len(os.fsencode(base)) <= longest))
+
+
+def find_all() -> list[Path]:
+    """This user's launch directories, live or stale."""
+    found = []
+    for base in bases():
+        try:
+            names = sorted(base.glob(PREFIX + "*"))
+        except OSError:
+            continue
+        found += [path for path in names if _is_ours(path)]
+    return found
+
+
+def sweep() -> list[Path]:
+    """Remove the directories whose launcher is gone; the removed ones."""
+    stale = [path for path in find_all() if _is_stale(path)]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    return stale
+
+
+def _make() -> Path:
+    errors = []
+    for base in bases():
+        try:
+            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        except OSError as error:
+            errors.append(f"{base}: {error.strerror}")
+    raise LaunchDirError(f"no launch directory could be made ({'; '.join(errors)}); set TMPDIR")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return time.time() - path.lstat().st_mtime > YOUNG_S
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

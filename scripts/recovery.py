@@ -1,0 +1,371 @@
+"""The launcher's policy: which processes live and what a death, a hang or a signal leads to.
+
+Rule: suspect -> SIGKILL and wait -> new epoch -> rebuild -> replay. Pure: events and a time come in
+(start, died, received, tick, interrupt), a list of actions goes out. Spawns, kills, reads and
+prints nothing; supervisor.py does that. The epoch itself is formed by formation.py; a frontend
+belongs to no epoch and is replaced beside it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from nvserve.protocol.control import (
+    Condition,
+    Drained,
+    EpochBroken,
+    EpochReady,
+    Failed,
+    FromChild,
+    Peers,
+    Progress,
+    Ready,
+    Role,
+    State,
+)
+from nvserve.scripts.actions import Action, Member
+from nvserve.scripts.ending import Ending, Step
+from nvserve.scripts.exit_codes import LOST, ExitCode
+from nvserve.scripts.formation import Formation, Stage, names
+from nvserve.scripts.hangs import ChildId, Observation, describe, find_culprits, find_silent
+from nvserve.scripts.household import Household
+from nvserve.scripts.ladder import Intensity, Rung
+
+SETTLE_S: Final = 0.1  # a broken epoch waits so long for the death that explains it
+ANSWER_SHARE: Final = 0.4  # of hang_timeout_s: time for a survivor to answer a new epoch, ...
+MIN_ANSWER_S: Final = 2.0  # ... at least
+FRONTEND_START_LIMIT_S: Final = 60.0
+MAX_SPARE_DELAY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The part of the configuration that the policy needs."""
+
+    tp_size: int = 1
+    num_spares: int = 0
+    num_kv_blocks: int = 0
+    max_restarts: int = 5
+    restart_window_s: float = 60.0
+    hang_timeout_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
+
+
+class Recovery:
+    """The policy. `state`, `members` and `formation` may be read; events change them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits: Final = limits
+        self.reason = "starting"  # of the present state
+        self.was_ready = False
+        self._house: Final = Household(limits.tp_size)
+        self.formation: Final = Formation(
+            self._house,
+            tp_size=limits.tp_size,
+            num_kv_blocks=limits.num_kv_blocks,
+            answer_limit_s=max(MIN_ANSWER_S, ANSWER_SHARE * limits.hang_timeout_s),
+        )
+        self._intensity: Final = Intensity(limits.max_restarts, limits.restart_window_s)
+        self._peers: Peers | None = None  # last sent
+        self._published: tuple[ChildId, Condition] | None = None
+        self._watch_since = 0.0  # silence before does not count
+        self._broken: tuple[Member, EpochBroken] | None = None  # and no death explains it yet
+        self._settled_at = 0.0
+        self._spare_due = 0.0
+        self._num_spare_deaths = 0  # since one was used
+        self._ending: Final = Ending(self._house)
+
+    # -- read by the supervisor ------------------------------------------------------------------
+
+    @property
+    def members(self) -> dict[ChildId, Member]:
+        return self._house.members
+
+    @property
+    def restarts(self) -> dict[Role, int]:
+        return self._house.restarts
+
+    @property
+    def state(self) -> State:
+        """The condition of the whole server."""
+        if self._ending.step is not Step.NONE:
+            return State.DRAINING if self._ending.code is ExitCode.OK else State.FAILED
+        is_serving = self.formation.stage is Stage.SERVING and self._broken is None
+        if is_serving and self._house.is_ready(Role.FRONTEND):
+            return State.READY
+        return State.RECOVERING if self.was_ready else State.LOADING
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do at the latest."""
+        deadline = self._ending.deadline
+        if self._ending.is_final:
+            return deadline
+        if self._broken is not None:
+            deadline = min(deadline, self._settled_at)
+        return min(deadline, self.formation.next_deadline())
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Action]:
+        """Start everything; called once."""
+        self.formation.start(now)
+        self._house.start(Role.FRONTEND, now)
+        return self._conclude()
+
+    def died(self, child: ChildId, now: float, cause: str) -> list[Action]:
+        """A child has been reaped; `cause` reads on from its name ("was killed by SIGKILL")."""
+        member = self.members.pop(child)
+        if self._ending.is_final:
+            self._ending.bury(member, now)
+        elif member.is_spare:
+            self._house.note(f"the spare {cause}", accident=member)
+            self._num_spare_deaths += 1
+            self._spare_due = now + min(MAX_SPARE_DELAY_S, 2.0**self._num_spare_deaths)
+        elif not member.is_fenced:
+            self._lose(member, now, f"{member.name} {cause}")
+        elif member.child.role is Role.FRONTEND:
+            self._replace_frontend(now)
+        else:
+            self.formation.bury(now)
+        return self._conclude()
+
+    def received(self, child: ChildId, message: FromChild, now: float) -> list[Action]:
+        """A control message; what a fenced child still says does not count."""
+        member = self.members[child]
+        if member.is_fenced:
+            return []
+        match message:
+            case Drained():
+                if self._ending.step in (Step.DRAINING, Step.FAREWELL):
+                    self._ending.stop(now)
+            case _ if self._ending.is_final:
+                return []
+            case Ready():
+                member.is_ready = True
+                if member.is_spare:
+                    self._num_spare_deaths = 0
+                self._introduce()
+                self.formation.resume(now)
+            case EpochReady():
+                complaint = self.formation.join(member, message, now)
+                if complaint is not None:
+                    self._suspect(now, [member], complaint)
+            case EpochBroken():
+                if message.epoch == self.formation.epoch and self._broken is None:
+                    self._broken = (member, message)
+                    self._settled_at = now + SETTLE_S
+            case Failed(text):
+                self._fail(member, text, now)
+            case Progress():
+                pass
+        return self._conclude()
+
+    def tick(
+        self, now: float, observations: list[Observation], *, awake_since: float
+    ) -> list[Action]:
+        """Time has passed: find hangs, apply limits, keep the spare."""
+        if now >= self._ending.deadline:
+            self._ending.run_late(now)
+        if self._ending.is_final:
+            return self._conclude()
+        for seen in observations:
+            member = self.members[seen.child]
+            if seen.page is not None:
+                member.answered_epoch = max(member.answered_epoch, seen.page.epoch)
+        self._find_hangs(now, observations, max(awake_since, self._watch_since))
+        self._settle(now)
+        self._apply_limits(now)
+        self._keep_spare(now)
+        return self._conclude()
+
+    def interrupt(self, now: float) -> list[Action]:
+        """SIGINT or SIGTERM: the first one drains, the next one ends everything at once."""
+        if self._ending.step is not Step.NONE:
+            self._ending.kill(now, ExitCode.INTERRUPTED)
+        elif self.was_ready and self._house.is_ready(Role.FRONTEND):
+            timeout_s = self.limits.shutdown_timeout_s
+            self._house.note(
+                f"draining: running requests have {timeout_s:g} s; interrupt again to stop at once"
+            )
+            self._ending.drain(now, timeout_s)
+        else:
+            self._ending.stop(now)
+        return self._conclude()
+
+    # -- deaths, hangs and broken epochs ---------------------------------------------------------
+
+    def _lose(self, member: Member, now: float, text: str) -> None:
+        """An unplanned death."""
+        self._house.note(text, accident=member)
+        if not self._count(member.child.role, now, text):
+            return
+        if member.child.role is Role.FRONTEND:
+            self._replace_frontend(now)
+        else:
+            self._renew(now, text)
+
+    def _suspect(
+        self, now: float, members: list[Member], text: str, *, at_least: Rung = Rung.REPLACE
+    ) -> None:
+        """Members that live and do not do their work: fence them, then as after a death."""
+        for member in members:
+            self._house.note(text, accident=member)
+            if not self._count(member.child.role, now, text):
+                return
+        frontends = [member for member in members if member.child.role is Role.FRONTEND]
+        self._house.fence(frontends, now, wants_stacks=True)  # replaced when it is gone
+        others = [member for member in members if member not in frontends]
+        if others:
+            self._renew(now, text, others, at_least)
+
+    def _count(self, role: Role, now: float, text: str) -> bool:
+        """Count an unplanned death; False when the launch ends by it."""
+        self.reason = text
+        if not self.was_ready:
+            self._give_up(now, ExitCode.START_FAILED, text)
+            return False
+        if self._intensity.count(now):
+            return True
+        most, window_s = self.limits.max_restarts, self.limits.restart_window_s
+        text = f"more than {most} unplanned deaths within {window_s:g} s; last: {text}"
+        self._give_up(now, LOST[role], text)
+        return False
+
+    def _renew(
+        self,
+        now: float,
+        text: str,
+        victims: Iterable[Member] = (),
+        at_least: Rung = Rung.REPLACE,
+    ) -> None:
+        """End the epoch and form the next one, or give up at the ladder's end."""
+        self._broken = None
+        self._watch_since = now  # who waited for the dead one was silent as well
+        self.reason = text
+        if not self.was_ready:
+            self._give_up(now, ExitCode.START_FAILED, text)
+            return
+        rung = self.formation.renew(now, victims, at_least)
+        if rung is Rung.GIVE_UP:
+            self._give_up(now, ExitCode.RECOVERY_FAILED, f"no recovery helped; last: {text}")
+
+    def _replace_frontend(self, now: float) -> None:
+        if self._ending.step is Step.DRAINING:  # its streams are gone: nothing is left to drain
+            self._ending.stop(now)
+        else:
+            self._house.start(Role.FRONTEND, now)
+
+    def _fail(self, member: Member, text: str, now: float) -> None:
+        """A child says why it cannot start and is about to exit."""
+        self._house.note(f"{member.name}: {text}")
+        if not self.was_ready:
+            self._give_up(now, ExitCode.START_FAILED, text)
+
+    def _settle(self, now: float) -> None:
+        """A broken epoch that no death explained: a survivor notices a lost peer before we do."""
+        if self._broken is None or now < self._settled_at or self._ending.is_final:
+            return
+        member, message = self._broken
+        self._broken = None
+        if message.epoch != self.formation.epoch:
+            return
+        named = [worker for worker in self._house.ranked() if worker.rank == message.rank]
+        text = f"{member.name}: epoch {message.epoch}, step {message.step}: {message.reason}"
+        if named:
+            self._suspect(now, named, text)
+        elif self._count(Role.WORKER, now, text):
+            self._house.note(text)
+            self._renew(now, text)
+
+    def _find_hangs(self, now: float, observations: list[Observation], awake_since: float) -> None:
+        watched = [seen for seen in observations if not self.members[seen.child].is_fenced]
+        timeout_s = self.limits.hang_timeout_s
+        silent = find_silent(watched, now=now, awake_since=awake_since, hang_timeout_s=timeout_s)
+        workers = []
+        for seen in silent:
+            member = self.members[seen.child]
+            if member.is_spare:
+                self._house.fence([member], now)
+            elif member.is_worker:
+                workers.append(seen)
+            else:
+                self._suspect(now, [member], describe(member.name, seen, now))
+        if workers and not self._ending.is_final:
+            self._accuse(now, workers)
+
+    def _accuse(self, now: float, silent: list[Observation]) -> None:
+        culprits = find_culprits(silent)
+        members = [self.members[seen.child] for seen in culprits]
+        text = "; ".join(
+            describe(member.name, seen, now) for member, seen in zip(members, culprits, strict=True)
+        )
+        if len(culprits) == 1 or all(seen.is_stopped for seen in culprits):
+            self._suspect(now, members, text)
+        else:
+            self._suspect(now, members[:1], f"no single culprit: {text}", at_least=Rung.WORKERS)
+
+    def _apply_limits(self, now: float) -> None:
+        if self._ending.is_final:
+            return
+        unkillable = self._house.unkillable(now)
+        if unkillable:
+            self._give_up(now, ExitCode.UNKILLABLE, f"{names(unkillable)} did not die")
+            return
+        frontend = self._house.find(Role.FRONTEND)
+        if frontend is not None and not frontend.is_ready:
+            waited_s = now - frontend.started_s
+            if waited_s > FRONTEND_START_LIMIT_S:
+                self._suspect(now, [frontend], f"frontend did not start in {waited_s:.0f} s")
+        late = self.formation.find_late(now)
+        if late is None or self._ending.is_final:
+            return
+        if late.members:
+            self._suspect(now, late.members, late.text)
+            return
+        self._house.note(late.text)
+        self._renew(now, late.text, at_least=self.formation.ladder.next_rung())
+
+    def _keep_spare(self, now: float) -> None:
+        """One warm worker, started only while nothing else needs the cores."""
+        if self.limits.num_spares == 0 or self.state is not State.READY or now < self._spare_due:
+            return
+        if not any(member.is_spare for member in self.members.values()):
+            self._house.start(Role.WORKER, now)
+
+    # -- ending and telling ----------------------------------------------------------------------
+
+    def _give_up(self, now: float, code: ExitCode, text: str) -> None:
+        self.reason = text
+        self._ending.give_up(now, code, text)
+
+    def _introduce(self) -> None:
+        """Name the present lives to frontend and core once both are there."""
+        frontend, core = self._house.find(Role.FRONTEND), self._house.find(Role.CORE)
+        if frontend is None or core is None or not (frontend.is_ready and core.is_ready):
+            return
+        peers = Peers(frontend.child.life, core.child.life)
+        if peers != self._peers:
+            self._peers = peers
+            self._house.send(frontend, peers)
+            self._house.send(core, peers)
+
+    def _conclude(self) -> list[Action]:
+        """The actions of this event, with the new condition for the frontend where it changed."""
+        state = self.state
+        if state is State.READY:
+            self.was_ready = True
+            self.reason = ""
+        frontend = self._house.find(Role.FRONTEND)
+        if frontend is not None:
+            condition = Condition(
+                state,
+                self._ending.reason or self.reason,
+                worker_restarts_total=self.restarts[Role.WORKER],
+                core_restarts_total=self.restarts[Role.CORE],
+                frontend_restarts_total=self.restarts[Role.FRONTEND],
+                recovery_seconds=self.formation.recovery_seconds,
+            )
+            if (frontend.child, condition) != self._published:
+                self._published = (frontend.child, condition)
+                self._house.send(frontend, condition)
+        return self._house.take()

@@ -1,0 +1,316 @@
+"""The launcher's loop: polls children, signals and the control socket, does what recovery.py says.
+
+All deciding is there; here is all the doing. Imports no torch and touches no request.
+"""
+
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+from nvserve.protocol.child import set_title
+from nvserve.protocol.codec import BadFrame
+from nvserve.protocol.config import Config
+from nvserve.protocol.control import (
+    EpochReady,
+    FromChild,
+    Progress,
+    Ready,
+    Role,
+    Setup,
+    StartEpoch,
+    State,
+)
+from nvserve.scripts import listener
+from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
+from nvserve.scripts.children import PROGRAMS, Child, Programs
+from nvserve.scripts.control_socket import ControlSocket, Reply, Request
+from nvserve.scripts.crash_report import Accident, write_report
+from nvserve.scripts.display import Display
+from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.hangs import ChildId, Observation
+from nvserve.scripts.launch_dir import LaunchDir
+from nvserve.scripts.recovery import Limits, Recovery
+from nvserve.scripts.startup import StartTimes, describe_start
+
+PAGE_PERIOD_S: Final = 0.25  # between readings of the progress pages
+OVERSLEPT_S: Final = 1.0  # a longer turn of the loop: we were stopped ourselves
+SILENT_S: Final = 1.0  # from here on it is worth asking /proc
+LAST_REAP_S: Final = 5.0  # at the very end, for each child
+MAX_ACCIDENTS: Final = 5  # told in a crash report
+
+
+class Supervisor:
+    """One launch, from the bound socket to the last child reaped."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        http: socket.socket,
+        directory: LaunchDir,
+        display: Display,
+        api_key: str = "",
+        programs: Programs = PROGRAMS,
+    ) -> None:
+        self.config: Final = config
+        self.policy: Final = Recovery(limits_of(config))
+        self._http: Final = http
+        self._directory: Final = directory
+        self._display: Final = display
+        self._api_key: Final = api_key
+        self._programs: Final = programs
+        self._children: Final[dict[ChildId, Child]] = {}
+        self._accidents: Final[deque[Accident]] = deque(maxlen=MAX_ACCIDENTS)
+        self._times: Final = StartTimes(time.monotonic())
+        self._selector: Final = selectors.DefaultSelector()
+        self._control: Final = ControlSocket(directory.path, self._selector, self._answer)
+        self._begun: Final = time.monotonic()
+        self._awake_since = self._begun
+        self._end: End | None = None
+        self._is_announced = False
+
+    def run(self) -> ExitCode:
+        """Serve until told to stop or unable to go on; everything is gone afterwards."""
+        set_title("launcher")
+        woken, waker = socket.socketpair()
+        waker.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._interrupt(woken))
+        handlers = {n: signal.signal(n, _ignore) for n in (signal.SIGINT, signal.SIGTERM)}
+        old_fd = signal.set_wakeup_fd(waker.fileno())
+        try:
+            self._execute(self.policy.start(time.monotonic()))
+            while self._end is None:
+                self._wait()
+                self._tick()
+        finally:
+            self._clean_up()
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            woken.close()
+            waker.close()
+        assert self._end is not None, "the loop ends with an End"
+        return self._conclude(self._end)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        timeout_s = min(PAGE_PERIOD_S, max(0.0, self.policy.next_deadline() - now))
+        events = self._selector.select(timeout_s)
+        if time.monotonic() - now > timeout_s + OVERSLEPT_S:
+            self._awake_since = time.monotonic()
+        for key, _ in events:
+            # not taken away in this turn, nor its number given to another
+            if self._selector.get_map().get(key.fileobj) == key:
+                key.data()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        observations = [self._observe(child, now) for child in self._children.values()]
+        self._execute(self.policy.tick(now, observations, awake_since=self._awake_since))
+        if self.policy.state is State.READY and not self._is_announced:
+            self._is_announced = True
+            self._announce()
+
+    def _observe(self, child: Child, now: float) -> Observation:
+        page = child.page()
+        is_silent = page is None or now - page.time_s > SILENT_S
+        member = self.policy.members[child.id]
+        return Observation(
+            child=child.id,
+            rank=member.rank,
+            page=page,
+            started_s=member.started_s,
+            is_stopped=is_silent and child.is_stopped(),
+        )
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def _hear(self, child: Child) -> None:
+        """Everything the child has sent."""
+        while (message := child.receive()) is not None:
+            if isinstance(message, BadFrame):
+                self._display.note(f"{child.name} sent a malformed control message: {message}")
+                continue
+            self._record(child, message)
+            self._execute(self.policy.received(child.id, message, time.monotonic()))
+
+    def _record(self, child: Child, message: FromChild) -> None:
+        """Keep what the person at the terminal wants to know of a start."""
+        match message:
+            case Progress(phase, done):
+                self._display.progress(child.name, phase, done)
+            case Ready():
+                self._times.ready.setdefault(child.name, time.monotonic())
+                self._times.zmq_endpoint = message.zmq_endpoint or self._times.zmq_endpoint
+            case EpochReady() if child.id.role is Role.WORKER:
+                self._times.phases[child.name] = message.phases
+                self._times.attention_backend = message.attention_backend
+                self._display.progress(child.name, "ready", 1.0)
+            case _:
+                pass
+
+        if child.has_hung_up:
+            self._unregister(child.control.fileno())
+
+    def _show(self, child: Child) -> None:
+        for line in child.read_lines():
+            self._display.log(child.name, line)
+        if child.has_closed_output:
+            self._unregister(child.output)
+
+    def _bury(self, child: Child) -> None:
+        """Its pidfd is readable: hear its last words, reap it, tell the policy."""
+        self._hear(child)
+        self._show(child)
+        cause = child.reap()
+        self._execute(self.policy.died(child.id, time.monotonic(), cause))
+        self._forget(child)
+
+    def _interrupt(self, woken: socket.socket) -> None:
+        for _ in woken.recv(64):
+            self._execute(self.policy.interrupt(time.monotonic()))
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def _execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(child_id, name):
+                    self._start(child_id, name)
+                case Send(child_id, message):
+                    child = self._children[child_id]
+                    if isinstance(message, StartEpoch) and message.rank >= 0:
+                        child.name = f"worker {message.rank}"
+                    child.send(message)  # one that does not read is dead or will be found hung
+                case Kill(child_id, wants_stacks):
+                    self._children[child_id].kill(wants_stacks=wants_stacks)
+                case Note(text, accident):
+                    self._note(text, accident)
+                case End():
+                    self._end = action
+
+    def _start(self, child_id: ChildId, name: str) -> None:
+        is_frontend = child_id.role is Role.FRONTEND
+        setup = Setup(
+            config=self.config,
+            role=child_id.role,
+            life=child_id.life,
+            launch_dir=str(self._directory.path),
+            api_key=self._api_key if is_frontend else "",
+            listen_fd=self._http.fileno() if is_frontend else -1,
+            name=name,
+        )
+        child = Child(child_id, name, setup, self._programs)
+        self._children[child_id] = child
+        callbacks: list[tuple[int, Callable[[Child], None]]] = [
+            (child.control.fileno(), self._hear),
+            (child.output, self._show),
+            (child.pidfd, self._bury),
+        ]
+        for fd, callback in callbacks:
+            self._selector.register(fd, selectors.EVENT_READ, lambda c=callback: c(child))
+
+    def _note(self, text: str, accident: ChildId | None) -> None:
+        self._display.note(text)
+        if accident is None:
+            return
+        child = self._children[accident]
+        self._accidents.append(Accident(text, child.name, child.pid, child.page(), child.tail))
+
+    def _forget(self, child: Child) -> None:
+        for fd in (child.control.fileno(), child.output, child.pidfd):
+            self._unregister(fd)
+        child.close()
+        del self._children[child.id]
+
+    def _unregister(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    # -- telling ---------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """The server is ready for the first time."""
+        total_s = time.monotonic() - self._begun
+        line, details = describe_start(
+            self.config,
+            listener.url(self._http),
+            self._times,
+            total_s=total_s,
+            num_kv_blocks=self.policy.formation.num_kv_blocks,
+        )
+        self._display.announce(line, details)
+
+    def _answer(self, request: Request) -> Reply:
+        """One request on the launch directory's control socket."""
+        if request.get("command") != "status":
+            return {"error": f"unknown command {request.get('command')!r}"}
+        members = self.policy.members
+        return {
+            "state": self.policy.state.value,
+            "reason": self.policy.reason,
+            "url": listener.url(self._http),
+            "model": self.config.model,
+            "epoch": self.policy.formation.epoch,
+            "num_kv_blocks": self.policy.formation.num_kv_blocks,
+            "restarts": {role.value: count for role, count in self.policy.restarts.items()},
+            "recovery_seconds": self.policy.formation.recovery_seconds,
+            "processes": [
+                {
+                    "name": child.name,
+                    "role": child.id.role.value,
+                    "life": child.id.life,
+                    "pid": child.pid,
+                    "rank": members[child.id].rank,
+                    "is_ready": members[child.id].is_ready,
+                    "page": None if (page := child.page()) is None else page._asdict(),
+                }
+                for child in self._children.values()
+            ],
+        }
+
+    def _clean_up(self) -> None:
+        """Kill and reap what is left, also after an error of our own."""
+        self._display.settle()
+        for child in self._children.values():
+            child.kill()
+        for child in list(self._children.values()):
+            if child.wait(LAST_REAP_S):
+                self._show(child)
+            self._forget(child)
+        self._control.close()
+        self._selector.close()
+        self._http.close()
+        self._directory.remove()
+
+    def _conclude(self, end: End) -> ExitCode:
+        if end.code in (ExitCode.OK, ExitCode.INTERRUPTED):
+            self._display.note(end.reason or "stopped")
+        else:
+            for line in write_report(end.code, end.reason, list(self._accidents)):
+                self._display.error(line)
+        return end.code
+
+
+def limits_of(config: Config) -> Limits:
+    """The policy's part of the configuration."""
+    return Limits(
+        tp_size=config.tp_size,
+        num_spares=config.num_spares,
+        num_kv_blocks=config.num_kv_blocks,
+        max_restarts=config.max_restarts,
+        restart_window_s=config.restart_window_s,
+        hang_timeout_s=config.hang_timeout_s,
+        shutdown_timeout_s=config.shutdown_timeout_s,
+    )
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up socket tells the loop."""
