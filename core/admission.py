@@ -1,0 +1,120 @@
+"""Turns a Submit into a Request, or says why not: every range is checked here once more.
+
+msgpack carries NaN and any integer, so no peer is trusted. Knows limits and lengths; never who
+waits or runs.
+"""
+
+import math
+from array import array
+from typing import Final
+
+from nvserve.core.errors import RequestRefused
+from nvserve.core.limits import Limits
+from nvserve.core.request import Request
+from nvserve.protocol.messages import RefusalKind, Submit
+from nvserve.protocol.sampling import BadParameter, check_sampling
+
+RETRY_AFTER_S: Final = 1.0  # told to a client refused for load
+
+
+class Admission:
+    """The gate for requests: few enough, valid, and able to fit alone into model and pool."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits: Final = limits
+
+    def check_load(self, *, num_waiting: int, num_running: int) -> None:
+        """Refuse when more would wait than the limit and the free slots allow."""
+        num_free_slots = self._limits.max_num_seqs - num_running
+        if num_waiting >= self._limits.max_queued_requests + num_free_slots:
+            raise RequestRefused(
+                "",
+                f"{num_waiting} requests are waiting,"
+                f" the limit is {self._limits.max_queued_requests}",
+                RefusalKind.BUSY,
+                RETRY_AFTER_S,
+            )
+
+    def make_request(self, submit: Submit, num_usable_blocks: int) -> Request:
+        """The request of a submit; RequestRefused names the field and both numbers."""
+        self._check_ranges(submit)
+        prompt = self._ids("prompt", submit.prompt)
+        emitted = self._ids("emitted", submit.emitted)
+        sampling = submit.sampling
+        room = self._limits.max_model_len - len(prompt)
+        if not prompt:
+            raise RequestRefused("prompt", "the prompt is empty")
+        if room < min(1, sampling.max_tokens):
+            raise RequestRefused(
+                "prompt",
+                f"the prompt has {len(prompt)} tokens, which leaves no room for output:"
+                f" the context has {self._limits.max_model_len}",
+            )
+        stop_ids = frozenset(sampling.stop_token_ids)
+        request = Request(
+            request_id=submit.request_id,
+            tokens=prompt + emitted,
+            num_prompt=len(prompt),
+            max_total=len(prompt) + min(sampling.max_tokens, room),
+            sampling=sampling,
+            seed=submit.seed,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._limits.eos_token_ids,
+            priority=submit.priority,
+            arrival=submit.arrival,
+            deadline=submit.deadline,
+            salt=submit.salt,
+            strikes=submit.strikes,
+            num_scored=len(prompt) if emitted else 0,  # a replay's scores were sent long ago
+        )
+        self._check_size(request, num_usable_blocks)
+        return request
+
+    def _check_ranges(self, submit: Submit) -> None:
+        try:
+            check_sampling(submit.sampling, self._limits.vocab_size)
+        except BadParameter as error:
+            raise RequestRefused(error.param, str(error)) from error
+        if submit.sampling.grammar:
+            raise RequestRefused("grammar", "grammar: structured output is not supported")
+        if any(len(word) > 1 for word in submit.sampling.bad_words):
+            raise RequestRefused("bad_words", "bad_words: words of several tokens are unsupported")
+        if submit.sampling.prompt_logprobs >= 0 and submit.sampling.max_tokens == 0:
+            raise RequestRefused(
+                "max_tokens", "max_tokens must be at least 1 with prompt_logprobs, not 0"
+            )
+        for param, seconds in (("arrival", submit.arrival), ("deadline", submit.deadline)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise RequestRefused(param, f"{param} must be a time, not {seconds}")
+        for param, number, end in (
+            ("seed", submit.seed, 2**63),
+            ("request_id", submit.request_id, 2**63),
+            ("strikes", submit.strikes, 2**31),
+            ("priority", submit.priority + 2**31, 2**32),
+        ):
+            if not 0 <= number < end:
+                raise RequestRefused(param, f"{param} is out of range")
+
+    def _ids(self, param: str, column: bytes) -> "array[int]":
+        ids = array("i")
+        ids.frombytes(column)
+        if ids and not (min(ids) >= 0 and max(ids) < self._limits.vocab_size):
+            outside = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestRefused(
+                param,
+                f"{param} holds token id {outside}, outside 0..{self._limits.vocab_size - 1}",
+            )
+        return ids
+
+    def _check_size(self, request: Request, num_usable_blocks: int) -> None:
+        """A request that could not run with the pool for itself would wait for ever."""
+        size = self._limits.block_size
+        num_needed = -(-(request.max_total - 1) // size)
+        if num_needed <= num_usable_blocks or request.sampling.max_tokens == 0:
+            return
+        is_prompt_too_long = request.num_prompt > num_usable_blocks * size
+        raise RequestRefused(
+            "prompt" if is_prompt_too_long else "max_tokens",
+            f"a prompt of {request.num_prompt} tokens with up to"
+            f" {request.max_total - request.num_prompt} tokens of output needs {num_needed}"
+            f" KV blocks of {size} tokens, the pool has {num_usable_blocks}",
+        )

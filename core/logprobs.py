@@ -1,0 +1,51 @@
+"""Cuts and joins Logprobs columns; the values themselves are never looked at."""
+
+from nvserve.protocol.messages import Logprobs
+
+
+def split(logprobs: Logprobs) -> dict[int, Logprobs]:
+    """One piece a row, by row; inside a piece the row is 0: the only new token of its request."""
+    pieces = {}
+    first_top = 0
+    for index, (row, num_tops) in enumerate(zip(logprobs.rows, logprobs.num_tops, strict=True)):
+        tops = slice(4 * first_top, 4 * (first_top + num_tops))
+        pieces[row] = Logprobs(
+            rows=[0],
+            chosen=logprobs.chosen[4 * index : 4 * index + 4],
+            num_tops=[num_tops],
+            top_ids=logprobs.top_ids[tops],
+            top_values=logprobs.top_values[tops],
+        )
+        first_top += num_tops
+    return pieces
+
+
+def join(left: Logprobs | None, right: Logprobs | None, *, shift: int = 0) -> Logprobs | None:
+    """Both, the rows of `right` moved by `shift`."""
+    if right is not None and shift:
+        right = Logprobs(
+            [row + shift for row in right.rows],
+            right.chosen,
+            right.num_tops,
+            right.top_ids,
+            right.top_values,
+        )
+    if left is None or right is None:
+        return right if left is None else left
+    return Logprobs(
+        left.rows + right.rows,
+        left.chosen + right.chosen,
+        left.num_tops + right.num_tops,
+        left.top_ids + right.top_ids,
+        left.top_values + right.top_values,
+    )
+
+
+def starting_at(logprobs: Logprobs, position: int) -> Logprobs | None:
+    """The rows from a position on; None when there is none."""
+    kept: Logprobs | None = None
+    for row, piece in split(logprobs).items():
+        if row >= position:
+            kept = join(kept, piece, shift=row)
+            position = row + 1  # rows ascend; a doubled or unsorted one is dropped
+    return kept

@@ -1,0 +1,198 @@
+"""The core process: sockets around the Scheduler.
+
+All I/O and the clock of core are here, and no decision about requests.
+"""
+
+import gc
+import logging
+import os
+import sys
+import time
+from typing import Final
+
+import zmq
+
+from nvserve.core.errors import EpochFault
+from nvserve.core.limits import Limits
+from nvserve.core.links import FrontendLink, WorkerLinks
+from nvserve.core.replies import Replies
+from nvserve.core.scheduler import Scheduler
+from nvserve.core.stats import core_stats
+from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.control import (
+    Condition,
+    Drain,
+    EpochBroken,
+    EpochReady,
+    Exit,
+    Peers,
+    Ready,
+    Setup,
+    StartEpoch,
+)
+from nvserve.protocol.messages import Abort, CoreStats, Finish, FinishReason, Submit
+from nvserve.protocol.progress import Phase
+
+logger = logging.getLogger(__name__)
+
+IDLE_MS: Final = 250  # the longest wait for messages; keeps the page beating and deadlines close
+RETRY_MS: Final = 10  # the same while the frontend does not take what it must get
+STATS_MIN_S: Final = 0.25  # between two CoreStats while something changes
+STATS_MAX_S: Final = 1.0  # between two CoreStats at all
+
+
+class Core:
+    """The loop; one instance a process."""
+
+    def __init__(self, child: Child) -> None:
+        setup = child.setup
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._child: Final = child
+        self._life: Final = setup.life
+        self._replies: Final = Replies(setup.life)
+        self._scheduler: Final = Scheduler(
+            Limits.of(setup.config), self._replies, hash_key=os.urandom(32)
+        )
+        self._frontend: Final = FrontendLink(context, setup.launch_dir, setup.life)
+        self._workers: Final = WorkerLinks(context, setup.launch_dir, setup.life)
+        self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
+        self._poller = zmq.Poller()
+        self._watch()
+        self._last_stats: CoreStats | None = None
+        self._last_stats_s = 0.0  # monotonic
+
+    def run(self) -> None:
+        """Serve until the launcher says Exit."""
+        self._child.send(Ready())
+        while True:
+            is_busy = bool(self._scheduler.requests)
+            self._child.page.beat(Phase.SERVING if is_busy else Phase.WAITING)
+            self._poller.poll(RETRY_MS if len(self._replies) else IDLE_MS)
+            if self._read_control():
+                return
+            now = time.time()
+            self._read_frontend()
+            self._read_workers(now)
+            self._scheduler.expire(now)
+            self._send_steps()
+            self._replies.flush(self._frontend.send)
+            self._send_stats(now)
+
+    # -- in
+
+    def _read_control(self) -> bool:
+        """Obey the launcher; True when it says Exit."""
+        while (message := self._child.receive()) is not None:
+            match message:
+                case Exit():
+                    return True
+                case Peers():
+                    self._meet_frontend(message)
+                case StartEpoch():
+                    self._start_epoch(message)
+                case Setup() | Condition() | Drain():
+                    logger.error("%s is not for core", type(message).__name__)
+        return False
+
+    def _meet_frontend(self, peers: Peers) -> None:
+        if peers.core_life != self._life or peers.frontend_life <= self._frontend.life:
+            return  # meant for another life
+        self._scheduler.drop_frontend()
+        self._replies.restart(peers.frontend_life)
+        self._frontend.connect(peers.frontend_life)
+        self._last_stats = None
+        self._watch()
+
+    def _start_epoch(self, start: StartEpoch) -> None:
+        if start.epoch <= self._workers.epoch:
+            return
+        self._workers.connect(start.epoch, start.tp_size)
+        self._watch()
+        self._scheduler.start_epoch(
+            epoch=start.epoch, tp_size=start.tp_size, num_kv_blocks=start.num_kv_blocks
+        )
+        self._epoch_to_announce = start.epoch
+        self._child.page.epoch, self._child.page.step = start.epoch, -1
+        logger.info("epoch %s with %s KV blocks", start.epoch, start.num_kv_blocks)
+
+    def _read_frontend(self) -> None:
+        for message in self._frontend.receive():
+            match message:
+                case Submit():
+                    self._scheduler.submit(message)
+                case Abort():
+                    self._scheduler.end(message.request_ids, FinishReason.ABORT)
+                case Finish():
+                    self._scheduler.end(message.request_ids, FinishReason.STOP)
+
+    def _read_workers(self, now: float) -> None:
+        for message in self._workers.receive():
+            broken = self._scheduler.report(message, now)
+            if broken is not None:
+                self._tell_broken(broken)
+        if self._epoch_to_announce >= 0 and self._workers.is_connected:
+            self._child.send(EpochReady(self._epoch_to_announce))
+            self._epoch_to_announce = -1
+
+    # -- out
+
+    def _send_steps(self) -> None:
+        """Plan until enough steps are in flight."""
+        if not self._workers.is_connected:
+            return
+        while (step := self._scheduler.plan()) is not None:
+            self._child.page.step = step.step
+            rank = self._workers.send(step)
+            if rank is not None:
+                fault = EpochFault(rank, step.step, f"rank {rank} takes no steps", is_blamed=False)
+                self._tell_broken(self._scheduler.fail_epoch(fault))
+
+    def _tell_broken(self, broken: EpochBroken) -> None:
+        logger.error("epoch %s broke in step %s: %s", broken.epoch, broken.step, broken.reason)
+        self._child.send(broken)
+
+    def _send_stats(self, now: float) -> None:
+        """CoreStats, at once when something changed a while after the last, else once a second."""
+        age_s = time.monotonic() - self._last_stats_s
+        if age_s < STATS_MIN_S or len(self._replies) or not self._frontend.is_connected:
+            return
+        stats = core_stats(
+            self._scheduler,
+            core_life=self._life,
+            frontend_life=self._frontend.life,
+            epoch=self._workers.epoch,
+            now=now,
+            num_dropped_frames=self._frontend.num_dropped + self._workers.num_dropped,
+        )
+        if age_s < STATS_MAX_S and _is_same(stats, self._last_stats):
+            return
+        if self._frontend.send(stats):
+            self._last_stats = stats
+            self._last_stats_s = time.monotonic()
+
+    def _watch(self) -> None:
+        """Poll the sockets of the present lives."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._child.control.fileno(), zmq.POLLIN)
+        for inbox in (self._frontend.inbox, self._workers.inbox):
+            if inbox is not None:
+                self._poller.register(inbox.socket, zmq.POLLIN)
+
+
+def _is_same(stats: CoreStats, other: CoreStats | None) -> bool:
+    """Do two snapshots differ in their time only?"""
+    if other is None:
+        return False
+    fields = (name for name in stats.__struct_fields__ if name != "time")
+    return all(getattr(stats, name) == getattr(other, name) for name in fields)
+
+
+def main(argv: list[str]) -> None:
+    core = Core(bootstrap(argv))
+    gc.collect()
+    gc.freeze()  # what start-up left behind is never garbage; later collections skip it
+    core.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,313 @@
+"""Which tokens run in the next step: the decisions of core, without socket, clock or thread.
+
+Knows ids and counts; never sees text, a tensor or a time it was not told.
+"""
+
+from typing import Final
+
+from nvserve.core.admission import Admission
+from nvserve.core.batch import Batch
+from nvserve.core.block_tables import BlockTables
+from nvserve.core.deadlines import Deadlines
+from nvserve.core.emission import Emission
+from nvserve.core.errors import EpochFault, RequestRefused
+from nvserve.core.limits import Limits
+from nvserve.core.metrics import Counters
+from nvserve.core.prefix_cache import BlockHasher
+from nvserve.core.replies import Replies
+from nvserve.core.request import Phase, Request
+from nvserve.core.step_ledger import MAX_IN_FLIGHT, Step, StepLedger
+from nvserve.core.suspects import Suspects
+from nvserve.core.waiting_queue import WaitingQueue
+from nvserve.protocol.control import EpochBroken
+from nvserve.protocol.messages import (
+    FinishReason,
+    Gap,
+    ModelOutput,
+    RefusalKind,
+    SchedulerOutput,
+    StepDone,
+    StepFailed,
+    Submit,
+)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, first come first served within a priority.
+
+    Running requests decode first, one token each; what is left of the step's budget goes to prompts
+    in chunks, and a prompt is admitted only when all its blocks are free. When a decode finds no
+    block, the youngest running request is preempted and later starts again from its tokens. Small
+    requests may pass one that waits for blocks, but only `max_bypasses` times.
+    """
+
+    def __init__(self, limits: Limits, replies: Replies, hash_key: bytes) -> None:
+        self._limits: Final = limits
+        self._admission: Final = Admission(limits)
+        self._hasher: Final = (
+            BlockHasher(hash_key, limits.block_size) if limits.has_prefix_cache else None
+        )
+        self._replies: Final = replies
+        self._deadlines: Final = Deadlines()
+        self.suspects: Final = Suspects()
+        self.counters: Final = Counters()
+        self.last_step_time = 0.0  # UNIX seconds of the last commit
+        self.requests: Final[dict[int, Request]] = {}  # all that are not finished
+        self.waiting: Final = WaitingQueue(limits.max_bypasses)
+        self.held: Final[dict[int, Submit]] = {}  # unanswered until the size of the pool is known
+        self.batch: Batch | None = None  # None until then
+        self.ledger: StepLedger | None = None  # None between epochs
+
+    # -- requests in -----------------------------------------------------------------------------
+
+    def submit(self, message: Submit) -> None:
+        """Accept or refuse a request; a replay is never refused for load."""
+        if message.request_id in self.requests or message.request_id in self.held:
+            self.counters.dropped += 1
+            return
+        try:
+            if not message.is_replay:
+                num_waiting = len(self.waiting) + len(self.held)
+                num_running = len(self.batch) if self.batch else 0
+                self._admission.check_load(num_waiting=num_waiting, num_running=num_running)
+            if self.batch is None:
+                self.held[message.request_id] = message
+                return
+            request = self._admission.make_request(message, self.batch.tables.pool.num_usable)
+        except RequestRefused as refusal:
+            self._refuse(message, refusal)
+            return
+        self.counters.recovered += message.is_replay
+        self._accept(request)
+
+    def end(self, request_ids: list[int], reason: FinishReason) -> None:
+        """Finish requests from outside; unknown ids are counted."""
+        for request_id in request_ids:
+            if request_id in self.requests:
+                self._end(self.requests[request_id], reason)
+            elif request_id in self.held:
+                submit = self.held.pop(request_id)
+                self._refuse(submit, RequestRefused("", "aborted", RefusalKind.DRAINING))
+            else:  # it finished meanwhile: a benign race
+                self.counters.dropped += 1
+
+    def expire(self, now: float) -> None:
+        """Finish requests whose deadline has passed; `now` in UNIX seconds."""
+        for request_id in self._deadlines.pop_passed(now):
+            request = self.requests.get(request_id)
+            if request is not None and 0 < request.deadline <= now:
+                self._end(request, FinishReason.DEADLINE)
+
+    def drop_frontend(self) -> None:
+        """Free everything a frontend left behind; nobody is there to be told."""
+        for request in list(self.requests.values()):
+            self._finish(request, FinishReason.ABORT)
+        self.held.clear()
+
+    def _refuse(self, message: Submit, refusal: RequestRefused) -> None:
+        self.counters.refused += 1
+        self._replies.refuse(message, refusal)
+
+    def _accept(self, request: Request) -> None:
+        self.counters.accepted += 1
+        self.counters.prompt_tokens += request.num_prompt
+        self._replies.accept(request.request_id)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        reason = request.finish_reason()
+        if reason is not FinishReason.NONE:  # nothing to compute, or a replay of a complete output
+            self._end(request, reason)
+            return
+        if request.deadline:
+            self._deadlines.add(request.deadline, request.request_id, self.requests)
+        if request.strikes:
+            self.suspects.add(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Finish without a further token; one that is in flight will be dropped."""
+        self._finish(request, reason)
+        self._replies.finish(request, reason)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.phase is Phase.RUNNING:
+            assert self.batch is not None
+            self.batch.vacate(request)
+        else:
+            self.waiting.remove(request)
+        request.move_to(Phase.FINISHED)
+        del self.requests[request.request_id]
+        self.suspects.forget(request)
+        self.counters.finished[reason] += 1
+
+    # -- epochs and steps in ---------------------------------------------------------------------
+
+    def start_epoch(self, *, epoch: int, tp_size: int, num_kv_blocks: int) -> None:
+        """Begin with empty slots and an empty cache; everybody computes again from the tokens."""
+        self.leave_epoch()
+        tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
+        self.batch = Batch(self._limits.max_num_seqs, tables)
+        self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
+        held = list(self.held.values())
+        self.held.clear()
+        for message in held:
+            self.submit(message)
+
+    def leave_epoch(self) -> None:
+        """Preempt everybody; what is in flight is lost, and late reports of it are dropped."""
+        if self.batch is None or self.ledger is None:
+            return
+        self.ledger = None
+        self.counters.recovered += len(self.batch)
+        for request in list(self.batch.running.values()):
+            self._preempt(request)
+        for request in self.requests.values():
+            request.ready_step = 0
+        self.counters.note_cache(self.batch.tables)
+
+    def report(
+        self, message: ModelOutput | StepDone | StepFailed | Gap, now: float
+    ) -> EpochBroken | None:
+        """Take a worker's answer and commit what is complete; says so when it ends the epoch."""
+        ledger = self.ledger
+        if ledger is None or message.epoch != ledger.epoch:
+            self.counters.dropped += 1
+            return None
+        try:
+            if not ledger.report(message):
+                self.counters.dropped += 1
+        except EpochFault as fault:
+            return self.fail_epoch(fault)
+        while (step := ledger.pop_complete()) is not None:
+            self._commit(step)
+            self.last_step_time = now
+        return None
+
+    def fail_epoch(self, fault: EpochFault) -> EpochBroken:
+        """Leave the epoch for a fault in it; blame the requests of the step, if they may be."""
+        assert self.ledger is not None, "no epoch to fail"
+        epoch, suspects = self.ledger.epoch, self.ledger.involved(fault.step)
+        self.leave_epoch()
+        if fault.is_blamed and (condemned := self.suspects.accuse(suspects)) is not None:
+            self._end(condemned, FinishReason.ENGINE_FAULT)
+        request_ids = [request.request_id for request in suspects]
+        return EpochBroken(epoch, fault.rank, fault.step, fault.reason, request_ids)
+
+    def _commit(self, step: Step) -> None:
+        """Make computed blocks findable, hand out tokens, finish who is done."""
+        assert self.batch is not None
+        for request, _, end in step.chunks:
+            if request.phase is Phase.RUNNING:  # else it has left, and its blocks with it
+                request.num_prefilled = end
+                self.batch.tables.publish(request)
+        emission = Emission()
+        emission.add_step(step)
+        self.counters.generated_tokens += len(emission.token_ids)
+        for index, reason in emission.finished:
+            self._finish(emission.requests[index], reason)
+        if len(self.suspects):
+            self.suspects.absolve()
+        self._replies.emit(emission)
+
+    # -- decisions out ---------------------------------------------------------------------------
+
+    def plan(self) -> SchedulerOutput | None:
+        """The next step; None when nothing can run now or enough steps are in flight."""
+        ledger, batch = self.ledger, self.batch
+        if ledger is None or batch is None or ledger.num_in_flight >= MAX_IN_FLIGHT:
+            return None
+        if len(self.suspects):
+            self._isolate_suspects(batch)
+        self._plan_decodes(batch)
+        self._plan_chunks(batch, self._limits.max_num_batched_tokens - len(batch.decoding))
+        if not batch.decoding and not batch.delta.chunks:
+            return None  # what changed stays in the delta
+        rows = batch.start_step()
+        step = ledger.open(rows, batch.delta.chunks)
+        is_full_tail = any([request.needs_full_tail for request in rows])
+        return batch.delta.take(epoch=ledger.epoch, step=step.number, is_full_tail=is_full_tail)
+
+    def _plan_decodes(self, batch: Batch) -> None:
+        """Bring the decode list up to date; afterwards all in it can run one token."""
+        candidates = [r for r in batch.decoding if r.num_planned >= r.decode_until]
+        if batch.joining:
+            candidates += batch.joining
+            batch.joining = []
+        # Oldest first: who must yield comes later, so nothing of its is in the delta yet.
+        for request in sorted(candidates, key=lambda request: request.order):
+            if request.phase is not Phase.RUNNING:  # preempted for an older one just now
+                continue
+            is_full = len(batch.decoding) >= self._limits.max_num_batched_tokens
+            if not request.is_decoding and is_full:
+                batch.joining.append(request)
+            elif self._may_decode(batch, request):
+                if not request.is_decoding:
+                    batch.join(request)
+            elif request.is_decoding:
+                batch.leave(request)
+
+    def _may_decode(self, batch: Batch, request: Request) -> bool:
+        """Find out how long the request may decode, growing its table or making room for that."""
+        if request.num_planned >= request.max_total - 1:
+            return False  # its last token is planned; the commit finishes it
+        if request.must_wait and request.num_planned >= len(request.tokens):
+            batch.joining.append(request)
+            return False
+        while request.num_planned >= batch.tables.capacity(request) and not batch.grow(request):
+            youngest = batch.youngest
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        decode_until = min(request.max_total - 1, batch.tables.capacity(request))
+        request.decode_until = len(request.tokens) if request.must_wait else decode_until
+        return True
+
+    def _plan_chunks(self, batch: Batch, budget: int) -> None:
+        """Spend the budget on prompts, begun ones first."""
+        assert self.ledger is not None
+        for request in batch.prefilling[:]:
+            if budget <= 0:
+                return
+            budget -= batch.plan_chunk(request, budget)
+        turns = self.waiting.turns()
+        for request in turns:
+            if budget <= 0 or not batch.num_free_slots:
+                return
+            if not self.suspects.admits(request):
+                continue
+            if request.ready_step > self.ledger.num_committed:
+                return  # its own token is in flight; nobody takes its place meanwhile
+            if not batch.tables.admit(request, num_running=len(batch)):
+                turns.block()
+                continue
+            turns.take()
+            batch.enter(request)
+            budget -= batch.plan_chunk(request, budget)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to waiting with all tokens and without blocks."""
+        assert self.batch is not None
+        self.batch.vacate(request)
+        request.move_to(Phase.WAITING)
+        self.waiting.add(request)
+        if self.ledger is not None:
+            request.ready_step = self.ledger.num_opened
+            self.counters.preempted += 1
+
+    def _isolate_suspects(self, batch: Batch) -> None:
+        """Keep everybody but the requests on trial out of the coming steps."""
+        self.suspects.open_trial()
+        for request in list(batch.running.values()):
+            if not self.suspects.admits(request):
+                self._preempt(request)
+
+    def check(self) -> None:
+        """Assert every invariant from scratch."""
+        self.waiting.check()
+        self.suspects.check()
+        if self.batch is None:
+            return
+        self.batch.check()
+        num_placed = len(self.waiting) + len(self.batch)
+        assert num_placed == len(self.requests), f"{num_placed} of {len(self.requests)} placed"
+        finished = sum(self.counters.finished)
+        assert self.counters.accepted == finished + num_placed, "a request was lost"

@@ -1,0 +1,295 @@
+"""A whole server around one Scheduler: a frontend with its journal, workers, and lag between them.
+
+Everything a client would see is compared with `reference`, the answer worked out without batch,
+blocks or steps. Used by unit tests step by step and by the model checks at random.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from model_check.fake_worker import FakeWorker, next_token
+from nvserve.core.limits import Limits
+from nvserve.core.replies import Replies, Reply
+from nvserve.core.request import Phase, Request
+from nvserve.core.scheduler import Scheduler
+from nvserve.protocol.control import EpochBroken
+from nvserve.protocol.messages import (
+    Accepted,
+    Emits,
+    FinishReason,
+    ModelOutput,
+    Refused,
+    StepDone,
+    StepFailed,
+    Submit,
+    pack_ids,
+    unpack_ids,
+)
+from nvserve.protocol.sampling import SamplingParams
+
+CORE_LIFE = 3
+FRONTEND_LIFE = 5
+
+
+@dataclass
+class Entry:
+    """The journal of one request in the frontend."""
+
+    submit: Submit
+    emitted: list[int] = field(default_factory=list)
+    answer: Accepted | Refused | None = None
+    finish: FinishReason = FinishReason.NONE
+    cached: int = -1
+
+
+def reference(submit: Submit, limits: Limits) -> tuple[list[int], FinishReason]:
+    """All tokens the request must get when nobody ends it from outside, and why it ends."""
+    sampling = submit.sampling
+    tokens = unpack_ids(submit.prompt)
+    stop_ids = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stop_ids |= limits.eos_token_ids
+    max_output = min(sampling.max_tokens, limits.max_model_len - len(tokens))
+    output: list[int] = []
+    while len(output) < max_output:
+        output.append(next_token(tokens + output, submit.seed, limits.vocab_size))
+        if output[-1] in stop_ids and len(output) >= sampling.min_tokens:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+class World:
+    """One launch. `send`, `work` and `deliver` move messages; `run` does all until the end."""
+
+    def __init__(self, limits: Limits, *, num_blocks: int = 65, tp_size: int = 1) -> None:
+        self.limits = limits
+        self.num_blocks = num_blocks
+        self.tp_size = tp_size
+        self.journal: dict[int, Entry] = {}
+        self.closed: dict[int, Entry] = {}
+        self.next_id = 0
+        self.now = 1_000.0
+        self.epoch = -1
+        self.num_steps = 0
+        self.num_preempted = 0
+        self.broken: list[EpochBroken] = []
+        self.is_frontend_blocked = False
+        self.start_core()
+        self.worker = FakeWorker(
+            num_blocks=num_blocks, block_size=limits.block_size, vocab_size=limits.vocab_size
+        )
+        self.start_epoch()
+
+    def start_core(self) -> None:
+        self.replies = Replies(CORE_LIFE)
+        self.replies.restart(FRONTEND_LIFE)
+        self.scheduler = Scheduler(self.limits, self.replies, b"a key for tests!")
+
+    # -- the frontend
+
+    def make_submit(
+        self,
+        prompt: list[int],
+        *,
+        seed: int = 7,
+        priority: int = 0,
+        deadline: float = 0.0,
+        salt: str = "",
+        strikes: int = 0,
+        **sampling: object,
+    ) -> Submit:
+        self.next_id += 1
+        self.now += 0.001
+        return Submit(
+            frontend_life=FRONTEND_LIFE,
+            core_life=CORE_LIFE,
+            request_id=self.next_id,
+            prompt=pack_ids(prompt),
+            emitted=b"",
+            sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+            seed=seed,
+            arrival=self.now,
+            deadline=deadline,
+            priority=priority,
+            strikes=strikes,
+            salt=salt,
+        )
+
+    def submit(self, prompt: list[int], **fields: object) -> int:
+        """Journal and send a request; returns its id."""
+        submit = self.make_submit(prompt, **fields)  # type: ignore[arg-type]
+        self.journal[submit.request_id] = Entry(submit)
+        self.scheduler.submit(submit)
+        self.flush()
+        return submit.request_id
+
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        self.scheduler.end([request_id], reason)
+        self.flush()
+
+    def entry(self, request_id: int) -> Entry:
+        return self.journal.get(request_id) or self.closed[request_id]
+
+    def request(self, request_id: int) -> Request:
+        return self.scheduler.requests[request_id]
+
+    def flush(self) -> None:
+        self.replies.flush(self._receive)
+
+    def _receive(self, reply: Reply) -> bool:
+        if self.is_frontend_blocked:
+            return False
+        assert (reply.core_life, reply.frontend_life) == (CORE_LIFE, FRONTEND_LIFE)
+        match reply:
+            case Accepted():
+                for request_id in reply.request_ids:
+                    entry = self.journal[request_id]
+                    assert entry.answer is None, f"{request_id} was answered twice"
+                    entry.answer = reply
+            case Refused():
+                entry = self.journal.pop(reply.request_id)
+                assert entry.answer is None, f"{reply.request_id} was answered twice"
+                entry.answer = reply
+                self.closed[reply.request_id] = entry
+            case Emits():
+                self._take_emits(reply)
+        return True
+
+    def _take_emits(self, emits: Emits) -> None:
+        tokens = unpack_ids(emits.tokens)
+        assert len(set(emits.request_ids)) == len(emits.request_ids)
+        start = 0
+        for index, request_id in enumerate(emits.request_ids):
+            entry = self.journal[request_id]  # KeyError: emitted after its final emit
+            assert isinstance(entry.answer, Accepted), f"{request_id} emitted before its answer"
+            assert emits.firsts[index] == len(entry.emitted), "tokens are missing or repeated"
+            entry.emitted += tokens[start : start + emits.counts[index]]
+            start += emits.counts[index]
+            entry.cached = emits.cached[index]
+            if emits.finishes[index] is not FinishReason.NONE:
+                entry.finish = emits.finishes[index]
+                self.closed[request_id] = self.journal.pop(request_id)
+            self._compare(entry)
+
+    def _compare(self, entry: Entry) -> None:
+        tokens, finish = reference(entry.submit, self.limits)
+        assert entry.emitted == tokens[: len(entry.emitted)], f"wrong tokens: {entry}"
+        if entry.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            is_complete = (entry.emitted, entry.finish) == (tokens, finish)
+            assert is_complete or entry.finish is FinishReason.STOP, f"wrong end: {entry}"
+
+    # -- the workers
+
+    def start_epoch(self) -> None:
+        self.epoch += 1
+        self.sent: deque[object] = deque()
+        self.reports: list[deque[ModelOutput | StepDone]] = [deque() for _ in range(self.tp_size)]
+        self.worker.start_epoch(self.epoch)
+        self.scheduler.start_epoch(
+            epoch=self.epoch, tp_size=self.tp_size, num_kv_blocks=self.num_blocks
+        )
+        self.flush()
+
+    def send(self) -> bool:
+        """Plan a step and send it; False when there is none."""
+        output = self.scheduler.plan()
+        if output is None:
+            return False
+        self.num_steps += 1
+        self.sent.append(output)
+        return True
+
+    def work(self) -> bool:
+        """The workers run the oldest step sent."""
+        if not self.sent:
+            return False
+        output = self.worker.run(self.sent.popleft())  # type: ignore[arg-type]
+        self.reports[0].append(output)
+        for rank in range(1, self.tp_size):
+            self.reports[rank].append(StepDone(output.epoch, output.step, rank, output.checksum))
+        return True
+
+    def deliver(self, rank: int = 0) -> bool:
+        """Core receives the oldest report of a rank."""
+        if not self.reports[rank]:
+            return False
+        broken = self.scheduler.report(self.reports[rank].popleft(), self.now)
+        assert broken is None, f"{broken}"
+        self.flush()
+        return True
+
+    def fail_step(self) -> EpochBroken:
+        """A rank reports an exception in the oldest step in flight; a new epoch begins."""
+        assert self.scheduler.ledger is not None
+        step = self.scheduler.ledger.num_committed
+        broken = self.scheduler.report(StepFailed(self.epoch, step, 0, "it broke"), self.now)
+        assert broken is not None
+        self.broken.append(broken)
+        self.flush()
+        self.start_epoch()
+        return broken
+
+    def restart_core(self) -> None:
+        """Core dies; the frontend resubmits its journal to the next one, in a new epoch."""
+        self.start_core()
+        self.start_epoch()
+        for entry in self.journal.values():
+            entry.answer = None
+            self.scheduler.submit(self.replay(entry))
+        self.flush()
+
+    def replay(self, entry: Entry) -> Submit:
+        submit = entry.submit
+        fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
+        return Submit(**(fields | {"emitted": pack_ids(entry.emitted), "is_replay": True}))
+
+    # -- all together
+
+    def step(self) -> bool:
+        """One step from plan to commit with nothing else in flight; False when there is none."""
+        is_sent = self.send()
+        while self.work():
+            pass
+        for rank in range(self.tp_size):
+            while self.deliver(rank):
+                pass
+        self.scheduler.check()
+        return is_sent
+
+    def run(self, max_steps: int = 2_000) -> None:
+        """Run with two steps in flight until every request is finished."""
+        for _ in range(max_steps):
+            if not self.scheduler.requests:
+                return
+            moved = self.send()
+            moved |= self.send()
+            moved |= self.work()
+            for rank in range(self.tp_size):
+                moved |= self.deliver(rank)
+            self.scheduler.check()
+            assert moved, f"nothing moves: {self.scheduler.requests}"
+        raise AssertionError(f"{len(self.scheduler.requests)} requests are never finished")
+
+    def outcome(self, request_id: int) -> tuple[list[int], FinishReason]:
+        entry = self.closed[request_id]
+        return entry.emitted, entry.finish
+
+    def expected(self, request_id: int) -> tuple[list[int], FinishReason]:
+        return reference(self.entry(request_id).submit, self.limits)
+
+    def num_in_phase(self, phase: Phase) -> int:
+        return sum(request.phase is phase for request in self.scheduler.requests.values())
+
+
+def make_limits(**changes: object) -> Limits:
+    """Small limits: blocks of 4 tokens, 4 slots, a context of 64."""
+    fields: dict[str, object] = {
+        "vocab_size": 97,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_queued_requests": 100,
+        "block_size": 4,
+        "eos_token_ids": frozenset({1}),
+    }
+    return Limits(**(fields | changes))  # type: ignore[arg-type]
