@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 
 
-@triton.jit
+@jit
 def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

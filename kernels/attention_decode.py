@@ -14,14 +14,21 @@ request in which each program starts.
 R requests, H query heads, K KV heads, G = H / K, D head size, P tokens of a block.
 """
 
-import functools
 from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import (
+    inputs_ready,
+    jit,
+    jit_general,
+    launch_options,
+    num_sms,
+    prefetch_rows,
+    start_next,
+)
 
 LOG2E: Final = 1.4426950408889634
 
@@ -35,7 +42,7 @@ class DecodeShape(NamedTuple):
     programs_per_sm: int
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_counters", "num_programs"])
+@jit_general("num_requests", "num_counters", "num_programs")
 def _plan_kernel(  # type: ignore[no-untyped-def]
     seq_lens_ptr,
     plan_ptr,
@@ -48,7 +55,8 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     PROGRAMS: tl.constexpr,  # decode programs that one program here plans
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
+    # No start_next: what follows starts after this kernel's end, so that decode kernels may read
+    # the plan, the lengths and the tables before they wait.
     inputs_ready(PDL)
     rows = tl.arange(0, REQUESTS)
     in_rows = rows < num_requests
@@ -72,7 +80,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(request_ptr + programs, first_request, mask=programs < num_programs)
 
 
-@triton.jit
+@jit
 def _combine(  # type: ignore[no-untyped-def]
     partial_ptr,
     sums_ptr,
@@ -116,7 +124,7 @@ def _combine(  # type: ignore[no-untyped-def]
     return out / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@jit_general("num_requests")
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     key_ptr,
@@ -145,20 +153,29 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, DIM)
     in_dim = dims < HEAD_DIM
     start_next(PDL)
-    inputs_ready(PDL)
-
+    # Nothing that runs between the plan's kernel and this one writes what is read before the wait.
     units = tl.load(plan_ptr + num_requests)
+    request = tl.load(plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1) + program)
     share = tl.cdiv(units * NUM_KV_HEADS, tl.num_programs(0))
     unit = program * share
     end = tl.minimum(unit + share, units * NUM_KV_HEADS)
     head = unit // units
-    request = tl.load(plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1) + program)
+    length = tl.load(seq_lens_ptr + request)
+    first_unit = head * units + tl.load(plan_ptr + request)
+    last_unit = head * units + tl.load(plan_ptr + request + 1)
+    if PDL and HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        tokens = (unit - first_unit) * TILE + tl.arange(0, TILE)
+        tokens = tl.where((tokens < length) & (unit < end), tokens, 0)
+        table_at = block_tables_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE
+        kv_row = tl.load(table_at).to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        kv_row = kv_row * NUM_KV_HEADS + tl.where(unit < end, head, 0)
+        row_bytes = HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(key_ptr + kv_row * HEAD_DIM, row_bytes)
+        prefetch_rows(value_ptr + kv_row * HEAD_DIM, row_bytes)
+    inputs_ready(PDL)
 
     while unit < end:
-        first_unit = head * units + tl.load(plan_ptr + request)
-        last_unit = head * units + tl.load(plan_ptr + request + 1)
         stop = tl.minimum(last_unit, end)
-        length = tl.load(seq_lens_ptr + request)
         heads = head * GROUP + rows
         q_at = (request * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
         q_mask = (rows < GROUP)[:, None] & in_dim[None, :]
@@ -172,8 +189,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tokens = tile * TILE + tl.arange(0, TILE)
             inside = tokens < length
             block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            row = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head
-            kv_at = row[:, None] * HEAD_DIM + dims[None, :]
+            kv_row = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head
+            kv_at = kv_row[:, None] * HEAD_DIM + dims[None, :]
             kv_mask = inside[:, None] & in_dim[None, :]
             keys = tl.load(key_ptr + kv_at, mask=kv_mask, other=0.0)
             scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
@@ -214,29 +231,27 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if request == num_requests:
             request = 0
             head += 1
+        length = tl.load(seq_lens_ptr + request)
+        first_unit = head * units + tl.load(plan_ptr + request)
+        last_unit = head * units + tl.load(plan_ptr + request + 1)
 
 
-def decode_shape(dtype: torch.dtype, head_dim: int) -> DecodeShape:
-    """The one place that chooses how decode attention is cut."""
+def decode_shape(dtype: torch.dtype, head_dim: int, num_requests: int) -> DecodeShape:
+    """The one place that chooses how decode attention is cut (measured on H200)."""
     if dtype == torch.float32:
         return DecodeShape(tile=32, warps=4, stages=2, programs_per_sm=2)
     if head_dim > 128:
-        return DecodeShape(tile=32, warps=4, stages=3, programs_per_sm=2)
-    return DecodeShape(tile=64, warps=4, stages=3, programs_per_sm=2)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # the interpreter: few programs, so that shares cross requests
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return DecodeShape(tile=32, warps=4, stages=5, programs_per_sm=2)
+    if num_requests <= 48:
+        return DecodeShape(tile=128, warps=4, stages=3, programs_per_sm=2)
+    return DecodeShape(tile=64, warps=4, stages=5, programs_per_sm=3)
 
 
 def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -> torch.Tensor:
     """The plan of one decode step, for every layer; a new tensor, computed on the device."""
     num_requests = seq_lens.shape[0]
     num_counters = num_requests * num_kv_heads
-    num_programs = _num_sms(seq_lens.device) * shape.programs_per_sm
+    num_programs = num_sms(seq_lens.device) * shape.programs_per_sm
     plan = seq_lens.new_empty(num_requests + 1 + num_counters + num_programs, dtype=torch.int32)
     requests = max(16, triton.next_power_of_2(num_requests))
     _plan_kernel[(triton.cdiv(num_programs, 16),)](
@@ -272,7 +287,7 @@ def decode(
     q = q.contiguous()
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
-    num_programs = _num_sms(q.device) * shape.programs_per_sm
+    num_programs = num_sms(q.device) * shape.programs_per_sm
     out = torch.empty_like(q)
     partial = q.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
     sums = q.new_empty(2 * num_programs, group, 2, dtype=torch.float32)

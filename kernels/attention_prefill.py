@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from nvserve.kernels.attention_decode import LOG2E
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit_general, launch_options, start_next
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@jit_general("num_requests")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     key_ptr,

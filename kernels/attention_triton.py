@@ -20,7 +20,7 @@ class TritonBackend:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        shape = attention_decode.decode_shape(dtype, head_dim)
+        shape = attention_decode.decode_shape(dtype, head_dim, meta.seq_lens.shape[0])
         meta.decode_plan = attention_decode.plan_decode(meta.seq_lens, num_kv_heads, shape)
 
     def prefill(
@@ -50,7 +50,7 @@ class TritonBackend:
         meta: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        shape = attention_decode.decode_shape(q.dtype, q.shape[2])
+        shape = attention_decode.decode_shape(q.dtype, q.shape[2], q.shape[0])
         plan = meta.decode_plan
         if plan is None:
             plan = attention_decode.plan_decode(meta.seq_lens, key_cache.shape[2], shape)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the one before it drains.
+"""How kernels are launched: dependent launch, where a kernel starts while the one before it drains.
 
 Every kernel launched with launch_options() calls inputs_ready() before it touches memory that an
 earlier kernel wrote or still reads; what comes before that call (addresses, weights) overlaps with
@@ -6,24 +6,51 @@ the earlier kernel's tail. Needs Hopper; elsewhere, and in the interpreter, the 
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
+# triton.jit with types, since the library has none.
+jit: Final[Callable[[Callable[..., Any]], Any]] = triton.jit
 
-@triton.jit
+
+def jit_general(*arguments: str) -> Callable[[Callable[..., Any]], Any]:
+    """triton.jit whose compiled kernels serve every value of these integer arguments."""
+    decorator: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(arguments))
+    return decorator
+
+
+@jit
 def inputs_ready(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the kernels before this one have finished and their writes can be seen."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
+@jit
 def start_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel's programs start; they still wait for our end in inputs_ready()."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def prefetch_rows(rows_ptr, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for num_bytes (a multiple of 16) at each of these addresses to come into the L2 cache.
+
+    May come before inputs_ready() even for data that an earlier kernel still writes.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows_ptr.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @functools.cache
@@ -35,3 +62,11 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments for the launch of a kernel that has a PDL switch."""
     enabled = _has_dependent_launch(device)
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; a few for the interpreter, so that programs have several."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count

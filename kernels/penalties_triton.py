@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit, jit_general, launch_options, start_next
 
 
-@triton.jit
+@jit
 def _penalties_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     slots_ptr,
@@ -42,7 +42,7 @@ def _penalties_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, logits.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _token_mask_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     mask_ptr,
@@ -62,7 +62,7 @@ def _token_mask_kernel(  # type: ignore[no-untyped-def]
     tl.store(logits_ptr + row * row_stride + columns, float("-inf"), mask=inside & banned)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit_general("num_rows")
 def _count_tokens_kernel(  # type: ignore[no-untyped-def]
     counts_ptr, slots_ptr, ids_ptr, num_rows, num_tokens, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

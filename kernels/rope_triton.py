@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 
 
-@triton.jit
+@jit
 def _qk_norm_rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr,
     positions_ptr,

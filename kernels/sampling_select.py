@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 from nvserve.kernels.noise import gumbel_from_bits, token_bits
 from nvserve.kernels.reference_sampling import GREEDY_BELOW
 
@@ -24,21 +24,21 @@ GROUP: Final = 128  # tokens whose maximum the scan leaves
 _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 
 
-@triton.jit
+@jit
 def _order(values):  # type: ignore[no-untyped-def]
     """Float32 bits as int32 that compare like the floats (-0.0 under 0.0)."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@jit
 def _value(order):  # type: ignore[no-untyped-def]
     """The inverse of _order, of a scalar."""
     bits = order ^ ((order >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _list_groups(  # type: ignore[no-untyped-def]
     group_max, num_groups, threshold, list_ptr, GROUPS: tl.constexpr
 ):
@@ -52,7 +52,7 @@ def _list_groups(  # type: ignore[no-untyped-def]
     return tl.sum(reaches)
 
 
-@triton.jit
+@jit
 def _load_listed(  # type: ignore[no-untyped-def]
     row_ptr,
     list_ptr,
@@ -74,22 +74,25 @@ def _load_listed(  # type: ignore[no-untyped-def]
     return logits.to(tl.float32) * inverse
 
 
-@triton.jit
-def _kth_of_groups(group_max, k):  # type: ignore[no-untyped-def]
-    """Order of the k-th largest group maximum, k <= number of groups."""
+@jit
+def _bound_of_groups(group_max, k):  # type: ignore[no-untyped-def]
+    """An order that at least k groups' maxima reach, and not many more; k <= number of groups."""
     keys = _order(group_max)
     low = tl.min(keys).to(tl.int64)
     high = tl.max(keys).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.sum((keys >= middle).to(tl.int32)) >= k:
+        reached = tl.sum((keys >= middle).to(tl.int32))
+        if reached >= k:
             low = middle
         else:
             high = middle
+        if (reached >= k) & (reached <= k + k // 4):
+            high = low + 1
     return low
 
 
-@triton.jit
+@jit
 def _kth_largest(  # type: ignore[no-untyped-def]
     row_ptr,
     list_ptr,
@@ -122,15 +125,38 @@ def _kth_largest(  # type: ignore[no-untyped-def]
     return _value(low.to(tl.int32))
 
 
-@triton.jit
+@jit
+def _mass_above(  # type: ignore[no-untyped-def]
+    row_ptr,
+    list_ptr,
+    count,
+    pivot,
+    strict,
+    top,
+    offset,
+    num_tokens,
+    inverse,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Sum of exp(value - top) over the listed values above pivot; without strict, pivot counts."""
+    masses = tl.zeros([TILE], tl.float32)
+    for first in range(0, count, TILE // GROUP):
+        scaled = _load_listed(
+            row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
+        )
+        above = (scaled > pivot) | ((scaled == pivot) & (strict == 0))
+        masses += tl.where(above, tl.exp(scaled - top), 0.0)
+    return tl.sum(masses)
+
+
+@jit
 def _best_above(  # type: ignore[no-untyped-def]
     row_ptr,
     list_ptr,
     count,
     pivot,
     strict,
-    kth,
-    top,
     seed,
     position,
     base,
@@ -140,42 +166,37 @@ def _best_above(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Over listed values above pivot: best perturbed one, its id and value; masses above and kept.
+    """The best perturbed of the listed values above pivot: its id and scaled logit.
 
-    Without strict the pivot itself counts as above. The mass kept is that of values >= kth.
+    Without strict the pivot itself counts as above. Without any the id is 2**31 - 1.
     """
-    per_tile: tl.constexpr = TILE // GROUP
     best = float("-inf")
     best_id = 2147483647
     best_scaled = float("-inf")
-    above_mass = 0.0
-    kept_mass = 0.0
-    for first in range(0, count, per_tile):
+    for first in range(0, count, TILE // GROUP):
         scaled = _load_listed(
             row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
         )
         above = (scaled > pivot) | ((scaled == pivot) & (strict == 0))
-        mass = tl.exp(scaled - top)
-        above_mass += tl.sum(tl.where(above, mass, 0.0))
-        kept_mass += tl.sum(tl.where(scaled >= kth, mass, 0.0))
-        if tl.max(above.to(tl.int32)) > 0:
-            fours = tl.arange(0, TILE // 4)
-            place = first + fours // (GROUP // 4)
-            group = tl.load(list_ptr + place, mask=place < count, other=0)
-            counters = base // 4 + group * (GROUP // 4) + fours % (GROUP // 4)
-            noise = gumbel_from_bits(token_bits(seed, position, counters))
-            values = tl.where(above, scaled + noise, float("-inf"))
-            tile_best, index = tl.max(values, axis=0, return_indices=True)
-            # Lists ascend, so a later equal value has the higher id and loses.
-            if tile_best > best:
-                best = tile_best
-                group = tl.load(list_ptr + first + index // GROUP)
-                best_id = base + group * GROUP + index % GROUP
-                best_scaled = tl.max(tl.where(tl.arange(0, TILE) == index, scaled, float("-inf")))
-    return best_id, best_scaled, above_mass, kept_mass
+        fours = tl.arange(0, TILE // 4)
+        place = first + fours // (GROUP // 4)
+        group = tl.load(list_ptr + place, mask=place < count, other=0)
+        counters = base // 4 + group * (GROUP // 4) + fours % (GROUP // 4)
+        noise = gumbel_from_bits(token_bits(seed, position, counters))
+        values = tl.where(above, scaled + noise, float("-inf"))
+        tile_best = tl.max(values)
+        # Lists ascend, so a later equal value has the higher id and loses.
+        if tile_best > best:
+            best = tile_best
+            each = tl.arange(0, TILE)
+            index = tl.min(tl.where(values == tile_best, each, TILE - 1))
+            best_group = tl.load(list_ptr + first + index // GROUP)
+            best_id = base + best_group * GROUP + index % GROUP
+            best_scaled = tl.max(tl.where(each == index, scaled, float("-inf")))
+    return best_id, best_scaled
 
 
-@triton.jit
+@jit
 def _select_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     temperature_ptr,
@@ -240,26 +261,28 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         if has_k & (k < num_tokens):
             low = tl.full([], -2139095041, tl.int64)  # order of -inf
             if k <= num_groups:
-                low = _kth_of_groups(group_max, k)
+                low = _bound_of_groups(group_max, k)
             count = _list_groups(group_max, num_groups, _value(low.to(tl.int32)), list_ptr, GROUPS)
             high = _order(top).to(tl.int64) + 1
             kth = _kth_largest(
                 row_ptr, list_ptr, count, low, high, k, offset, num_tokens, inverse, GROUP, TILE
             )
+            if p < 1.0:
+                mass = _mass_above(
+                    row_ptr, list_ptr, count, kth, 0, top, offset, num_tokens, inverse, GROUP, TILE
+                )
 
         lowest = tl.maximum(kth, floor)
         candidate = tl.load(row_ptr + chosen - first_token_id).to(tl.float32) * inverse
         if has_k | (candidate < lowest):
             # The scan drew no noise for this row, or its best is out: start from what is in.
-            count = _list_groups(group_max, num_groups, tl.minimum(kth, lowest), list_ptr, GROUPS)
-            chosen, candidate, above_mass, kept_mass = _best_above(
+            count = _list_groups(group_max, num_groups, lowest, list_ptr, GROUPS)
+            chosen, candidate = _best_above(
                 row_ptr,
                 list_ptr,
                 count,
                 lowest,
                 0,
-                kth,
-                top,
                 seed,
                 position,
                 base,
@@ -269,34 +292,43 @@ def _select_kernel(  # type: ignore[no-untyped-def]
                 GROUP,
                 TILE,
             )
-            if has_k:
-                mass = kept_mass
         searching = p < 1.0
         while searching:
             count = _list_groups(group_max, num_groups, candidate, list_ptr, GROUPS)
-            above_id, above_scaled, above_mass, kept_mass = _best_above(
+            above_mass = _mass_above(
                 row_ptr,
                 list_ptr,
                 count,
                 candidate,
                 1,
-                kth,
                 top,
-                seed,
-                position,
-                base,
                 offset,
                 num_tokens,
                 inverse,
                 GROUP,
                 TILE,
             )
-            # Nothing above: the largest value, which always stays.
-            if (above_mass < p * mass) | (above_id == 2147483647):
-                searching = False
-            else:
-                chosen = above_id
-                candidate = above_scaled
+            searching = above_mass >= p * mass
+            if searching:
+                above_id, above_scaled = _best_above(
+                    row_ptr,
+                    list_ptr,
+                    count,
+                    candidate,
+                    1,
+                    seed,
+                    position,
+                    base,
+                    offset,
+                    num_tokens,
+                    inverse,
+                    GROUP,
+                    TILE,
+                )
+                # Nothing above: the largest value, which always stays.
+                searching = above_id != 2147483647
+                chosen = tl.where(searching, above_id, chosen)
+                candidate = tl.where(searching, above_scaled, candidate)
     # A row of -inf or NaN still gives an id of this shard.
     chosen = tl.minimum(tl.maximum(chosen, first_token_id), first_token_id + num_tokens - 1)
     tl.store(ids_ptr + row, chosen.to(tl.int64))
@@ -327,8 +359,8 @@ def select_rows(
         TILES=max(16, triton.next_power_of_2(num_tiles)),
         GROUPS=max(16, triton.next_power_of_2(num_groups)),
         GROUP=GROUP,
-        TILE=4096,
-        num_warps=8,
+        TILE=8192,
+        num_warps=16,
         **launch_options(logits.device),
     )
     return ids

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, launch_options, start_next
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 from nvserve.kernels.noise import gumbel_from_bits, token_bits
 from nvserve.kernels.reference_sampling import GREEDY_BELOW
 from nvserve.kernels.sampling_select import GROUP, select_rows
@@ -21,7 +21,7 @@ from nvserve.kernels.sampling_select import GROUP, select_rows
 _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 
 
-@triton.jit
+@jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     temperature_ptr,
@@ -76,12 +76,14 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             counters = base // 4 + tl.arange(0, TILE // 4)
             bits = token_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), counters)
             values = scaled + gumbel_from_bits(bits)
-    best, index = tl.max(values, axis=0, return_indices=True)
+    # Two plain reductions cost less than one over (value, index) pairs.
+    best = tl.max(values)
+    best_id = tl.min(tl.where(values == best, ids, 2147483647))
     tl.store(best_values_ptr + row * num_tiles + tile, best)
-    tl.store(best_ids_ptr + row * num_tiles + tile, base + index)
+    tl.store(best_ids_ptr + row * num_tiles + tile, best_id)
 
 
-@triton.jit
+@jit
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     best_values_ptr,
     best_ids_ptr,

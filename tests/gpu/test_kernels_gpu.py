@@ -132,7 +132,7 @@ SHAPES = [(4, 2, 24, 4)] if INTERPRETED else [
     (8, 2, 256, 64),
 ]  # fmt: skip
 BATCHES = [[1, 37, 70]] if INTERPRETED else [
-    [1], [512], [5, 1, 700, 64, 65, 16, 1, 2000], [1] * 64, [300] * 130
+    [1], [512], [5, 1, 700, 64, 65, 16, 1, 2000], [1] * 64, [100] * 130
 ]  # fmt: skip
 
 
@@ -364,11 +364,12 @@ def test_penalties_masks_and_counts_match_the_reference(
 
 
 # -- matmul ----------------------------------------------------------------------------------------
+PROJECTIONS = [(6144, 4096), (4096, 14336), (1024, 3072), (96, 80), (1000, 2056)]
+
+
 @on_gpu_only
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 3072), (96, 80)]
-)
+@pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear_matches_the_reference(
     num_tokens: int, outputs: int, inputs: int, biased: bool
@@ -377,3 +378,27 @@ def test_linear_matches_the_reference(
     weight = random(outputs, inputs, dtype=torch.bfloat16)
     bias = 10 * random(outputs, dtype=torch.bfloat16) if biased else None
     assert_close(matmul.linear(x, weight, bias), reference.linear(x, weight, bias), 6e-3)
+
+
+@on_gpu_only
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 17, 32, 33])
+@pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
+def test_fused_linears_match_their_parts(num_tokens: int, outputs: int, inputs: int) -> None:
+    weight = random(outputs, inputs, dtype=torch.bfloat16)
+    norm_weight = 1 + 0.1 * random(inputs, dtype=torch.bfloat16)
+    x, residual = (random(num_tokens, inputs, dtype=torch.bfloat16) for _ in "xr")
+    expected_sum = (x.float() + residual.float()).to(x.dtype)
+    expected = reference.linear(reference.rms_norm(expected_sum.float(), norm_weight, 1e-6), weight)
+    out, total = matmul.add_rms_norm_linear(x, residual, norm_weight, 1e-6, weight)
+    assert torch.equal(total, expected_sum)
+    assert_close(out.float(), expected, 6e-3)
+
+    out, total = matmul.add_rms_norm_linear(x, None, norm_weight, 1e-6, weight)
+    assert torch.equal(total, x)
+    normed = reference.rms_norm(x.float(), norm_weight, 1e-6)
+    assert_close(out.float(), reference.linear(normed, weight), 6e-3)
+
+    gate_up = random(num_tokens, 2 * inputs, dtype=torch.bfloat16)
+    out = matmul.silu_mul_linear(gate_up, weight)
+    expected = reference.linear(reference.silu_and_mul(gate_up.float()), weight)
+    assert_close(out.float(), expected, 8e-3)
