@@ -13,7 +13,7 @@ from nvserve.protocol.progress import Phase, Snapshot
 SLOW_PHASES: Final[dict[Phase, float]] = {
     Phase.STARTING: 24.0,  # importing torch from a cold disk
     Phase.LOADING: 120.0,  # weights, capture
-    Phase.REBUILDING: 12.0,  # the ladder's own limits come first
+    Phase.REBUILDING: 3.0,  # the limits of a recovery come first
 }
 
 

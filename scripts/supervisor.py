@@ -71,6 +71,7 @@ class Supervisor:
         self._control: Final = ControlSocket(directory.path, self._selector, self._answer)
         self._begun: Final = time.monotonic()
         self._awake_since = self._begun
+        self._last_tick = self._begun
         self._end: End | None = None
         self._is_announced = False
 
@@ -102,16 +103,16 @@ class Supervisor:
     def _wait(self) -> None:
         now = time.monotonic()
         timeout_s = min(PAGE_PERIOD_S, max(0.0, self.policy.next_deadline() - now))
-        events = self._selector.select(timeout_s)
-        if time.monotonic() - now > timeout_s + OVERSLEPT_S:
-            self._awake_since = time.monotonic()
-        for key, _ in events:
+        for key, _ in self._selector.select(timeout_s):
             # not taken away in this turn, nor its number given to another
             if self._selector.get_map().get(key.fileobj) == key:
                 key.data()
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if now - self._last_tick > PAGE_PERIOD_S + OVERSLEPT_S:
+            self._awake_since = now
+        self._last_tick = now
         observations = [self._observe(child, now) for child in self._children.values()]
         self._execute(self.policy.tick(now, observations, awake_since=self._awake_since))
         if self.policy.state is State.READY and not self._is_announced:
@@ -292,7 +293,7 @@ class Supervisor:
 
     def _conclude(self, end: End) -> ExitCode:
         if end.code in (ExitCode.OK, ExitCode.INTERRUPTED):
-            self._display.note(end.reason or "stopped")
+            self._display.note("stopped")
         else:
             for line in write_report(end.code, end.reason, list(self._accidents)):
                 self._display.error(line)

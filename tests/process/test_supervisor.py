@@ -1,0 +1,351 @@
+"""The real launcher loop over fake children: real processes, sockets, signals; no engine."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.server import Server, is_running, served, title, wait_for
+
+from nvserve.scripts.exit_codes import ExitCode
+
+FAKE_LAUNCH = str(Path(__file__).parent / "fake_launch.py")
+
+
+class Launches:
+    """Starts fake launches; the fixture below closes them all."""
+
+    def __init__(self) -> None:
+        self.servers: list[Server] = []
+
+    def __call__(self, behaviour: dict[str, str] | None = None, **config: Any) -> Server:
+        settings = {"tp_size": 2, "num_spares": 0, "hang_timeout_s": 2.0} | config
+        server = Server([FAKE_LAUNCH, json.dumps(settings)], **(behaviour or {}))
+        self.servers.append(server)
+        return server
+
+
+@pytest.fixture
+def launch() -> Iterator[Launches]:
+    launches = Launches()
+    yield launches
+    for server in launches.servers:
+        with served(server):
+            pass
+
+
+def kill(server: Server, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(server.pids()[name], number)
+
+
+def restarts(server: Server) -> dict[str, int]:
+    counts: dict[str, int] = server.status()["restarts"]
+    return counts
+
+
+def test_a_launch_becomes_ready_and_its_processes_carry_titles(launch: Launches) -> None:
+    server = launch(num_spares=1)
+    server.wait_ready()
+    status = server.wait_status("a spare", lambda s: len(s["processes"]) == 5)
+    names = {process["name"] for process in status["processes"]}
+    assert names == {"worker 0", "worker 1", "core", "frontend", "spare"}
+    assert status["num_kv_blocks"] == 100  # the minimum over ranks
+    assert title(server.pid) == "nvserve: launcher"
+    for name, pid in server.pids().items():
+        wait_for(f"title of {name}", lambda n=name, p=pid: title(p) == f"nvserve: {n}")
+
+
+def test_frontend_and_core_are_introduced_to_each_other(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    for name in ("frontend", "core"):
+        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=0\)")
+
+
+def test_a_dead_worker_is_replaced_by_the_spare_in_a_new_epoch(launch: Launches) -> None:
+    server = launch(num_spares=1)
+    server.wait_ready()
+    server.wait_status(
+        "spare ready",
+        lambda s: any(p["name"] == "spare" and p["is_ready"] for p in s["processes"]),
+    )
+    before = server.pids()
+    kill(server, "worker 1")
+    server.wait_epoch(1)
+    after = server.pids()
+    assert after["worker 1"] == before["spare"]
+    assert after["worker 0"] == before["worker 0"]
+    assert after["core"] == before["core"]
+    assert restarts(server) == {"worker": 1, "core": 0, "frontend": 0}
+    assert title(after["worker 1"]) == "nvserve: worker 1"
+    server.wait_status("another spare", lambda s: len(s["processes"]) == 5)
+    server.wait_text(r"frontend \| .*RECOVERING.*worker 1 was killed by SIGKILL")
+    server.wait_text(r"frontend \| .*READY.*worker_restarts_total=1.*'total'")
+
+
+def test_a_dead_worker_is_replaced_by_a_fresh_one_without_a_spare(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    kill(server, "worker 0")
+    server.wait_epoch(1)
+    after = server.pids()
+    assert after["worker 0"] != before["worker 0"]
+    assert after["worker 1"] == before["worker 1"]
+
+
+def test_two_workers_killed_at_once_are_both_replaced(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    for rank in (0, 1):
+        os.kill(before[f"worker {rank}"], signal.SIGKILL)
+    server.wait_status("both new", lambda s: s["state"] == "ready" and s["restarts"]["worker"] >= 2)
+    after = server.pids()
+    assert {after[f"worker {r}"] for r in (0, 1)}.isdisjoint(before.values())
+
+
+def test_a_dead_core_gets_a_new_life_and_a_new_epoch_and_workers_live_on(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    kill(server, "core")
+    server.wait_epoch(1)
+    after = server.pids()
+    assert after["core"] != before["core"]
+    assert all(after[name] == before[name] for name in ("worker 0", "worker 1", "frontend"))
+    for name in ("frontend", "core"):
+        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=1\)")
+
+
+def test_a_dead_frontend_is_replaced_on_the_same_port_without_a_new_epoch(launch: Launches) -> None:
+    server = launch()
+    url = server.wait_ready()
+    before = server.pids()
+    kill(server, "frontend")
+    status = server.wait_status(
+        "frontend back", lambda s: s["restarts"]["frontend"] == 1 and s["state"] == "ready"
+    )
+    assert status["epoch"] == 0
+    assert status["url"] == url
+    assert server.pids()["core"] == before["core"]
+    server.wait_text(r"core \| .*Peers\(frontend_life=1, core_life=0\)")
+
+
+@pytest.mark.parametrize("name", ["worker 1", "core"])
+def test_a_stopped_process_is_found_fenced_and_replaced(launch: Launches, name: str) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    kill(server, name, signal.SIGSTOP)
+    begun = time.monotonic()
+    server.wait_epoch(1)
+    assert time.monotonic() - begun > 1.0, "a hang was seen before --hang-timeout"
+    after = server.pids()
+    assert {n for n in after if after[n] != before[n]} == {name}
+    server.wait_text(rf"{name} has been silent for .* stopped from outside")
+
+
+def test_a_stopped_frontend_is_replaced(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    kill(server, "frontend", signal.SIGSTOP)
+    server.wait_status("replaced", lambda s: s["restarts"]["frontend"] == 1)
+    assert not is_running(before["frontend"])
+
+
+def test_a_short_stop_restarts_nobody(launch: Launches) -> None:
+    server = launch(hang_timeout_s=5.0)
+    server.wait_ready()
+    before = server.pids()
+    kill(server, "worker 0", signal.SIGSTOP)
+    with pytest.raises(AssertionError):  # a second passes and nothing happens
+        wait_for("a restart", lambda: restarts(server)["worker"], 1.0)
+    kill(server, "worker 0", signal.SIGCONT)
+    with pytest.raises(AssertionError):
+        wait_for("a restart", lambda: restarts(server)["worker"], 1.0)
+    assert server.pids() == before
+
+
+def test_a_launcher_stopped_with_all_its_children_restarts_nobody(launch: Launches) -> None:
+    server = launch(hang_timeout_s=2.0)
+    server.wait_ready()
+    before = server.pids()
+    everybody = [server.pid, *before.values()]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)  # longer than the limit: the silence itself is what is tested
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(AssertionError):
+        wait_for("a restart", lambda: sum(restarts(server).values()), 1.0)
+    assert server.pids() == before
+
+
+def test_a_survivor_that_does_not_answer_the_new_epoch_is_fenced_too(launch: Launches) -> None:
+    server = launch({"FAKE_WORKER": "mute"}, hang_timeout_s=5.0)
+    server.wait_ready()
+    before = server.pids()
+    kill(server, "worker 0")
+    server.wait_text(r"worker 1 did not answer epoch 1")
+    server.wait_status("recovered", lambda s: s["state"] == "ready" and s["epoch"] == 2)
+    assert server.pids()["worker 1"] != before["worker 1"]
+
+
+def test_a_broken_epoch_without_a_death_is_formed_anew_with_the_same_workers(
+    launch: Launches, tmp_path: Path
+) -> None:
+    order = tmp_path / "break"
+    server = launch({"FAKE_BREAK": str(order)})
+    server.wait_ready()
+    before = server.pids()
+    order.touch()
+    server.wait_epoch(1)
+    server.wait_text(r"worker [01]: epoch 0, step 7: a gap")
+    assert server.pids() == before
+    assert restarts(server)["worker"] == 0
+
+
+def test_too_many_deaths_end_the_launch_with_the_code_of_the_last_one(launch: Launches) -> None:
+    server = launch(max_restarts=1)
+    server.wait_ready()
+    kill(server, "worker 0")
+    server.wait_epoch(1)
+    kill(server, "core")
+    assert server.wait_exit() == ExitCode.CORE_LOST
+    assert "more than 1 unplanned deaths within 60 s" in server.text
+    assert "core was killed by SIGKILL" in server.text
+    server.wait_text(r"frontend \| .*FAILED")
+
+
+def test_a_spare_that_dies_is_no_restart_and_is_replaced_later(launch: Launches) -> None:
+    server = launch(num_spares=1, max_restarts=0)
+    server.wait_ready()
+    server.wait_status("a spare", lambda s: len(s["processes"]) == 5)
+    first = server.pids()["spare"]
+    os.kill(first, signal.SIGKILL)
+    server.wait_status(
+        "another spare",
+        lambda s: any(p["name"] == "spare" and p["pid"] != first for p in s["processes"]),
+    )
+    assert restarts(server) == {"worker": 0, "core": 0, "frontend": 0}
+
+
+@pytest.mark.parametrize("role", ["WORKER", "CORE"])
+def test_a_death_while_starting_ends_the_launch_with_its_last_words(
+    launch: Launches, role: str
+) -> None:
+    server = launch({f"FAKE_{role}": "die"})
+    assert server.wait_exit() == ExitCode.START_FAILED
+    assert "exited with status 3" in server.text
+    assert "  | ERROR fake: these are my last words" in server.text
+    assert server.out == []
+
+
+def test_a_kill_while_starting_ends_the_launch(launch: Launches) -> None:
+    server = launch({"FAKE_WORKER": "silent"})
+    server.wait_text(r"worker 0 \| ")
+    kill(server, "worker 0")
+    assert server.wait_exit() == ExitCode.START_FAILED
+
+
+def test_a_child_that_says_why_it_cannot_start_is_quoted_in_one_line(launch: Launches) -> None:
+    server = launch({"FAKE_FRONTEND": "fail"})
+    assert server.wait_exit() == ExitCode.START_FAILED
+    [line] = [line for line in server.err if line.startswith("nvserve: ")]
+    assert line == "nvserve: the model is upside down (exit status 3, START_FAILED)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_drains_and_exits_with_zero(launch: Launches, number: signal.Signals) -> None:
+    server = launch()
+    server.wait_ready()
+    server.status()
+    server.signal(number)
+    assert server.wait_exit() == 0
+    server.wait_text(r"frontend \| .*DRAINING")
+    assert not list(server.tmpdir.iterdir())
+
+
+def test_a_drain_that_takes_too_long_is_cut_off(launch: Launches) -> None:
+    server = launch({"FAKE_FRONTEND": "busy"}, shutdown_timeout_s=0.5)
+    server.wait_ready()
+    server.status()
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit(limit_s=10.0) == 0
+
+
+def test_a_second_signal_stops_at_once(launch: Launches) -> None:
+    server = launch({"FAKE_FRONTEND": "busy"})
+    server.wait_ready()
+    server.status()
+    server.signal(signal.SIGINT)
+    server.wait_text("draining")
+    server.signal(signal.SIGINT)
+    assert server.wait_exit(limit_s=5.0) == ExitCode.INTERRUPTED
+
+
+def test_a_signal_while_starting_ends_the_launch_cleanly(launch: Launches) -> None:
+    server = launch({"FAKE_WORKER": "silent"})
+    server.wait_text(r"worker 1 \| ")
+    server.status()
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit(limit_s=10.0) == 0
+
+
+def test_a_stopped_child_does_not_outlive_a_drain(launch: Launches) -> None:
+    server = launch(hang_timeout_s=60.0)
+    server.wait_ready()
+    kill(server, "worker 0", signal.SIGSTOP)
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit(limit_s=10.0) == 0
+
+
+def test_killing_the_launcher_takes_every_child_along_even_a_stopped_one(launch: Launches) -> None:
+    server = launch(num_spares=1)
+    server.wait_ready()
+    server.wait_status("a spare", lambda s: len(s["processes"]) == 5)
+    kill(server, "worker 0", signal.SIGSTOP)
+    server.signal(signal.SIGKILL)
+    server.process.wait(5.0)
+    server.wait_gone(limit_s=3.0)
+
+
+def test_children_ignore_a_terminals_interrupt(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    before = server.pids()
+    for pid in before.values():
+        os.kill(pid, signal.SIGINT)
+    with pytest.raises(AssertionError):
+        wait_for("a restart", lambda: sum(restarts(server).values()), 0.5)
+    assert server.pids() == before
+
+
+def test_the_control_socket_refuses_what_it_does_not_know(launch: Launches) -> None:
+    import socket
+
+    server = launch()
+    server.wait_ready()
+    [directory] = server.tmpdir.glob("nvserve-*")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for line, answer in ((b"[]\n", b"not a JSON"), (b'{"command": "x"}\n', b"unknown command")):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5.0)
+            connection.connect(str(directory / "launcher.sock"))
+            connection.sendall(line)
+            assert answer in connection.recv(4096)
+    assert server.status()["state"] == "ready"
+
+
+def test_lines_of_every_process_carry_time_and_name(launch: Launches) -> None:
+    server = launch()
+    server.wait_ready()
+    for name in ("worker 0", "worker 1", "core", "frontend"):
+        assert re.search(rf"^\d\d:\d\d:\d\d {name} \| INFO fake: role", server.text, re.MULTILINE)
