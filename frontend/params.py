@@ -52,8 +52,12 @@ def check_prompt(ids: Sequence[int], limits: Limits, param: str = "prompt") -> N
             f"{limits.max_model_len}",
             "context_length_exceeded",
         )
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= limits.vocab_size:
+    check_ids(ids, limits, param)
+
+
+def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:
+    """Refuse ids outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
         raise invalid(param, f"holds a token id outside 0..{limits.vocab_size - 1}")
 
 
@@ -143,8 +147,7 @@ def resolve_seed(seed: int | None) -> int | None:
 
 def derive_seed(seed: int, index: int) -> int:
     """The seed of choice `index`: 0 keeps it, the others differ from it and from each other."""
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & SEED_MASK
-    return mixed
+    return (seed + index * 0x9E3779B97F4A7C15) & SEED_MASK
 
 
 def resolve_priority(priority: int | None) -> int:

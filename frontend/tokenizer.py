@@ -46,19 +46,16 @@ class Tokenizer:
         self.sampling_defaults: Final = _sampling_defaults(folder / "generation_config.json")
         self._threads: Final = ThreadPoolExecutor(NUM_THREADS, "encode")
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of one text; a 400 on `param` when it is certainly longer than the context."""
-        num_bytes = len(text.encode())
-        if num_bytes > self._max_bytes:
-            raise invalid(
-                param,
-                f"{num_bytes} bytes of text cannot fit in {self.max_model_len} tokens",
-                "context_length_exceeded",
-            )
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
+    async def encode(
+        self, texts: list[str], *, param: str, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of each text; a 400 on `param` when one is certainly longer than the context."""
+        for text in texts:
+            self._check_size(text, param)
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return self._encode(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        return await loop.run_in_executor(self._threads, self._encode, texts, add_special_tokens)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -67,17 +64,28 @@ class Tokenizer:
         if self.chat_template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
         text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        return await self.encode(text, param="messages", add_special_tokens=False)
+        return (await self.encode([text], param="messages", add_special_tokens=False))[0]
 
     def close(self) -> None:
         """Stop the threads; texts not begun are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _check_size(self, text: str, param: str) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise invalid(param, "holds a lone surrogate") from error
+        if num_bytes > self._max_bytes:
+            raise invalid(
+                param,
+                f"{num_bytes} bytes of text cannot fit in {self.max_model_len} tokens",
+                "context_length_exceeded",
+            )
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         # `encode` holds the interpreter for the whole text, `encode_batch_fast` does not.
-        batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
+        batch = self.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
 
 
 def _load_fast(path: Path) -> FastTokenizer:

@@ -1,0 +1,355 @@
+"""The frontend's side of core: submits requests, hands their new tokens out, survives core's death.
+
+Owns the journal and the two sockets of the present life of core. Everything runs on the event loop
+and nothing here waits: an unsendable frame is kept and retried. Knows ids; never text.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Protocol, assert_never
+
+import msgspec
+import zmq
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.journal import Entry, Gap, Journal, Standing
+from nvserve.protocol.channel import Inbox, Outbox, core_to_frontend, frontend_to_core
+from nvserve.protocol.codec import BadFrame, decode_to_frontend, encode
+from nvserve.protocol.config import Config
+from nvserve.protocol.control import Peers
+from nvserve.protocol.messages import (
+    Abort,
+    Accepted,
+    CoreStats,
+    Emits,
+    Finish,
+    FinishReason,
+    Hello,
+    Logprobs,
+    RefusalKind,
+    Refused,
+    ToFrontend,
+    make_request_id,
+    unpack_ids,
+)
+from nvserve.protocol.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAMES_AT_ONCE: Final = 64  # read before other callbacks get their turn
+RETRY_S: Final = 0.005  # between attempts to send what core had no room for
+BUSY_RETRY_AFTER_S: Final = 1.0
+
+_STATUS_OF: Final = {
+    RefusalKind.INVALID: 400,
+    RefusalKind.BUSY: 429,
+    RefusalKind.DRAINING: 503,
+}
+
+
+class Listener(Protocol):
+    """What one request's owner is told, each on the event loop and in this order."""
+
+    def on_accepted(self) -> None:
+        """Core has taken the request; told once, though core may take it again after its death."""
+
+    def on_refused(self, error: ApiError) -> None:
+        """Core has not taken it; nothing follows."""
+
+    def on_tokens(
+        self, tokens: Sequence[int], finish: FinishReason, cached: int, emit: "EmitExtras | None"
+    ) -> None:
+        """New output ids, each exactly once; a finish other than NONE is the last call."""
+
+    def on_failure(self, error: Exception) -> None:
+        """An earlier call raised: our own fault, and the last call."""
+
+
+class EmitExtras(msgspec.Struct, frozen=True):
+    """Logprobs of an emit; rows index its ids, of which the first `num_skipped` are not new."""
+
+    num_skipped: int
+    logprobs: Logprobs
+
+
+class Engine:
+    """Requests by id, in the journal and with their listeners, until each one's last call."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        life: int,
+        launch_dir: str,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+    ) -> None:
+        self.life: Final = life
+        self.core_life = -1
+        self.is_connected = False  # core's Hello has arrived
+        self.stats: CoreStats | None = None
+        self.journal: Final = Journal()
+        self.num_dropped = 0  # frames and emits of no use: malformed, late, of an older life
+        self.num_gaps = 0
+        self.num_replays = 0
+        self._max_queued: Final = config.max_queued_requests
+        self._timeout_s: Final = config.request_timeout_s
+        self._launch_dir: Final = launch_dir
+        self._context: Final = context
+        self._listeners: dict[int, Listener] = {}
+        self._counter = 0
+        self._random: Final = random.Random(f"{config.seed} {life}")
+        self._inbox: Inbox | None = None
+        self._inbox_fd = -1
+        self._outbox: Outbox | None = None
+        self._unsent: deque[bytes] = deque()
+        self._retry: asyncio.TimerHandle | None = None
+
+    # -- requests in -----------------------------------------------------------------------------
+
+    def draw_seed(self) -> int:
+        """A seed for a request that came without one."""
+        return self._random.getrandbits(63)
+
+    def submit(
+        self,
+        listener: Listener,
+        *,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        priority: int = 0,
+        salt: str = "",
+        emitted: Sequence[int] = (),
+    ) -> Entry:
+        """Journal a request and send it, now or once core is there; a 429 over the queue limit.
+
+        While core answers, its own limit decides; this one holds when it is down or silent.
+        """
+        if max(self.journal.num_unanswered, len(self._unsent)) >= self._max_queued:
+            raise ApiError(
+                429,
+                f"{self._max_queued} requests are waiting already",
+                code="queue_full",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            )
+        now = time.time()
+        entry = Entry(
+            request_id=self._next_id(),
+            prompt=array("i", prompt).tobytes(),
+            sampling=sampling,
+            seed=seed,
+            arrival=now,
+            deadline=now + self._timeout_s if self._timeout_s else 0.0,
+            priority=priority,
+            salt=salt,
+            emitted=array("i", emitted),
+        )
+        self.journal.add(entry)
+        self._listeners[entry.request_id] = listener
+        if self.is_connected:
+            self._send_submit(entry)
+        return entry
+
+    def abort(self, entry: Entry) -> None:
+        """Forget a request and have core free it; no call follows. Harmless when it has ended."""
+        if self._forget(entry) and entry.standing is not Standing.QUEUED:
+            self._send(Abort(self.life, self.core_life, [entry.request_id]))
+
+    def finish(self, entry: Entry) -> None:
+        """As `abort`, for a request whose text reached a stop string."""
+        if self._forget(entry) and entry.standing is not Standing.QUEUED:
+            self._send(Finish(self.life, self.core_life, [entry.request_id]))
+
+    def _next_id(self) -> int:
+        self._counter += 1
+        return make_request_id(self.life, self._counter)
+
+    def _forget(self, entry: Entry) -> bool:
+        self._listeners.pop(entry.request_id, None)
+        return self.journal.close(entry.request_id) is not None
+
+    def _send_submit(self, entry: Entry) -> None:
+        entry.standing = Standing.SENT
+        self.num_replays += entry.was_accepted
+        self._send(entry.submit(self.life, self.core_life))
+
+    # -- the lives of core -----------------------------------------------------------------------
+
+    def connect(self, peers: Peers) -> None:
+        """Open the sockets of a new life of core; its Hello then starts every request anew."""
+        if peers.frontend_life != self.life or peers.core_life == self.core_life:
+            return
+        self.close()
+        self.core_life = peers.core_life
+        lives = (self._launch_dir, self.life, self.core_life)
+        self._inbox = Inbox(self._context, core_to_frontend(*lives))
+        self._outbox = Outbox(self._context, frontend_to_core(*lives))
+        self._send(Hello(self.life))
+        loop = asyncio.get_running_loop()
+        self._inbox_fd = int(self._inbox.socket.getsockopt(zmq.FD))
+        loop.add_reader(self._inbox_fd, self._drain)
+        loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Close the sockets; journalled requests wait for the next life."""
+        self.is_connected = False
+        self._unsent.clear()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._inbox is not None:
+            asyncio.get_running_loop().remove_reader(self._inbox_fd)
+            self._inbox.close()
+            self._inbox = None
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+        self.journal.requeue_all()
+
+    def _on_hello(self, message: Hello) -> None:
+        if message.life != self.core_life or self.is_connected:
+            self.num_dropped += 1
+            return
+        self.is_connected = True
+        entries = list(self.journal)
+        logger.info("core life %d is connected, %d requests go to it", message.life, len(entries))
+        for entry in entries:
+            self._send_submit(entry)
+
+    # -- frames ----------------------------------------------------------------------------------
+
+    def _send(self, message: msgspec.Struct) -> None:
+        frame = encode(message)
+        if self._outbox is None:
+            return  # the next life starts from the journal
+        if self._unsent or not self._outbox.send(frame):
+            self._unsent.append(frame)
+            self._retry_later()
+
+    def _retry_later(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
+
+    def _send_unsent(self) -> None:
+        self._retry = None
+        while self._unsent and self._outbox is not None:
+            if not self._outbox.send(self._unsent[0]):
+                self._retry_later()
+                return
+            self._unsent.popleft()
+
+    def _drain(self) -> None:
+        """Read what core sent. The descriptor signals edges: stop only when nothing is left."""
+        for _ in range(MAX_FRAMES_AT_ONCE):
+            frame = self._inbox.receive() if self._inbox is not None else None
+            if frame is None:
+                return
+            try:
+                message = decode_to_frontend(frame)
+            except BadFrame as error:
+                self.num_dropped += 1
+                logger.error("dropped a frame of core: %s", error)
+                continue
+            self._dispatch(message)
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _dispatch(self, message: ToFrontend) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(message)
+            return
+        if message.core_life != self.core_life or message.frontend_life != self.life:
+            self.num_dropped += 1
+            return
+        match message:
+            case Emits():
+                self._on_emits(message)
+            case Accepted():
+                self._on_accepted(message)
+            case Refused():
+                self._on_refused(message)
+            case CoreStats():
+                self.stats = message
+            case _:
+                assert_never(message)
+
+    # -- answers of core -------------------------------------------------------------------------
+
+    def _on_accepted(self, message: Accepted) -> None:
+        for request_id in message.request_ids:
+            known = self.journal.get(request_id)
+            is_first = known is not None and not known.was_accepted
+            if self.journal.accept(request_id) is None:
+                self.num_dropped += 1
+            elif is_first:
+                self._listeners[request_id].on_accepted()
+
+    def _on_refused(self, message: Refused) -> None:
+        entry = self.journal.close(message.request_id)
+        listener = self._listeners.pop(message.request_id, None)
+        if entry is None or listener is None:
+            self.num_dropped += 1
+            return
+        retry_after_s = message.retry_after_s or BUSY_RETRY_AFTER_S
+        listener.on_refused(
+            ApiError(
+                _STATUS_OF[message.kind],
+                message.message,
+                param=message.param or None,
+                code="queue_full" if message.kind is RefusalKind.BUSY else None,
+                retry_after_s=None if message.kind is RefusalKind.INVALID else retry_after_s,
+            )
+        )
+
+    def _on_emits(self, message: Emits) -> None:
+        tokens = unpack_ids(message.tokens)
+        append = self.journal.append
+        start = 0
+        columns = zip(
+            message.request_ids, message.firsts, message.counts, message.finishes, strict=True
+        )
+        for row, (request_id, first, count, finish) in enumerate(columns):
+            end = start + count
+            try:
+                fresh = append(request_id, first, tokens[start:end], finish)
+            except Gap as gap:
+                self._restart(request_id, gap)
+            else:
+                if fresh is None:
+                    self.num_dropped += 1
+                else:
+                    self._hand_out(message, row, fresh, count - len(fresh))
+            start = end
+
+    def _hand_out(self, message: Emits, row: int, tokens: Sequence[int], num_skipped: int) -> None:
+        request_id, finish = message.request_ids[row], message.finishes[row]
+        logprobs = message.logprobs[row] if message.logprobs else None
+        extras = None if logprobs is None else EmitExtras(num_skipped, logprobs)
+        listener = self._listeners[request_id]
+        if finish:
+            del self._listeners[request_id]
+        try:
+            listener.on_tokens(tokens, finish, message.cached[row], extras)
+        except Exception as error:  # one request's fault must not stop the others' tokens
+            logger.exception("request %d failed while its tokens were handed out", request_id)
+            self._fail(request_id, listener, error)
+
+    def _fail(self, request_id: int, listener: Listener, error: Exception) -> None:
+        entry = self.journal.get(request_id)
+        if entry is not None:
+            self.abort(entry)
+        listener.on_failure(error)
+
+    def _restart(self, request_id: int, gap: Gap) -> None:
+        """Emits were lost: have core forget the request and submit it again from the journal."""
+        self.num_gaps += 1
+        logger.error("%s; submitting it again", gap)
+        self._send(Abort(self.life, self.core_life, [request_id]))
+        entry = self.journal.reissue(request_id, self._next_id())
+        assert entry is not None, f"request {request_id} has a gap, so it is in the journal"
+        self._listeners[entry.request_id] = self._listeners.pop(request_id)
+        self._send_submit(entry)

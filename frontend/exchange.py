@@ -1,0 +1,209 @@
+"""One HTTP request and its response on raw ASGI: bounded reading, JSON answers, event streams.
+
+The events of a stream are written straight to the connection from wherever they arise. A reader who
+falls too far behind is cut. Knows nothing of models.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.http_server import TRANSPORT
+
+MAX_BODY_BYTES: Final = 32 << 20
+BODY_LIMIT_S: Final = 60.0  # for the whole body
+MAX_UNSENT_BYTES: Final = 1 << 20  # of one stream, in our buffers
+FLUSH_LIMIT_S: Final = 30.0  # for a reader to take what is left at the end
+JSON: Final = b"application/json"
+EVENTS: Final = b"text/event-stream; charset=utf-8"
+
+_SANE_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+
+Message = Any  # an ASGI event; its keys depend on its type
+Scope = Any
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The connection ended before the request was read."""
+
+
+class EventStream:
+    """Server-sent events of one response. Events written before `open` wait for it."""
+
+    def __init__(
+        self, transport: asyncio.Transport, send: Send, on_cut: Callable[[], None]
+    ) -> None:
+        self._transport: Final = transport
+        self._send: Final = send
+        self._on_cut: Final = on_cut
+        self._early: list[bytes] | None = []
+
+    def write(self, event: bytes) -> None:
+        """Send one event now; cut the connection when too much is unsent."""
+        if self._early is not None:
+            self._early.append(event)
+            return
+        transport = self._transport
+        if transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # one HTTP chunk
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.cut()
+
+    async def open(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the status line and what was written so far."""
+        start = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": start})
+        early, self._early = self._early or [], None
+        for event in early:
+            self.write(event)
+
+    async def close(self) -> None:
+        """End the response, giving the reader a limited time to take the rest."""
+        try:
+            async with asyncio.timeout(FLUSH_LIMIT_S):
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            self.cut()
+
+    def cut(self) -> None:
+        """Drop the connection with all that is unsent."""
+        self._transport.abort()
+        self._on_cut()
+
+
+class Exchange:
+    """A request and the one response to it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope: Final = scope
+        self.is_started = False
+        self._receive: Final = receive
+        self._send: Final = send
+        given = self.header(b"x-request-id")
+        is_sane = given is not None and _SANE_ID.fullmatch(given)
+        self.request_id: Final = given if given and is_sane else uuid.uuid4().hex.encode()
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"])
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of this lower-case name."""
+        headers: list[tuple[bytes, bytes]] = self.scope["headers"]
+        return next((value for key, value in headers if key == name), None)
+
+    # -- request ---------------------------------------------------------------------------------
+
+    def check_key(self, api_key: str) -> None:
+        """A 401 unless the request carries the key; in time that does not depend on it."""
+        scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
+        is_right = hmac.compare_digest(given.strip(), api_key.encode())
+        if not (is_right and scheme.lower() == b"bearer"):
+            raise ApiError(401, "a valid API key is required", code="invalid_api_key")
+
+    async def read_json(self) -> bytes:
+        """The body, within the limits of size and time; 415 when it does not claim to be JSON."""
+        self._check_content_type()
+        announced = self.header(b"content-length") or b"0"
+        if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
+            raise _too_large()
+        try:
+            async with asyncio.timeout(BODY_LIMIT_S):
+                return await self._read_body()
+        except TimeoutError:
+            raise ApiError(408, f"no complete body within {BODY_LIMIT_S:g} s") from None
+
+    def _check_content_type(self) -> None:
+        content_type, *parameters = (self.header(b"content-type") or b"").lower().split(b";")
+        if content_type.strip() != JSON:
+            raise ApiError(415, "content-type must be application/json")
+        for parameter in parameters:
+            name, _, value = parameter.partition(b"=")
+            if name.strip() == b"charset" and value.strip(b' "') not in (b"utf-8", b"utf8"):
+                raise ApiError(415, "the charset must be utf-8")
+
+    async def _read_body(self) -> bytes:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY_BYTES:
+                raise _too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    @contextlib.asynccontextmanager
+    async def watching(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+        """While inside, call back when the client hangs up, in whatever state its request is."""
+        watcher = asyncio.create_task(self._watch(on_gone))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, on_gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # the end of a body; whatever follows belongs to the next request
+        on_gone()
+
+    # -- response --------------------------------------------------------------------------------
+
+    def own_headers(self) -> list[tuple[bytes, bytes]]:
+        """What every response carries."""
+        return [(b"x-request-id", self.request_id)]
+
+    async def respond(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Send a whole response."""
+        self.is_started = True
+        start = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(body)),
+            *headers,
+            *self.own_headers(),
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": start})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def respond_error(self, error: ApiError) -> None:
+        """Send an error. One that left a body unread closes the connection, as its rest follows."""
+        headers = []
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+        if error.status in (408, 413, 415):
+            headers.append((b"connection", b"close"))
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await self.respond(error.body(), status=error.status, headers=headers)
+
+    def event_stream(self, on_cut: Callable[[], None]) -> EventStream:
+        """A response of events; not begun until `open`."""
+        if self.scope["http_version"] == "1.0":
+            raise ApiError(400, "stream: needs HTTP/1.1", param="stream")
+        return EventStream(self.transport, self._send, on_cut)
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The connection itself, for direct writes and for cutting it."""
+        transport: asyncio.Transport = self.scope["extensions"][TRANSPORT]["transport"]
+        return transport
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")

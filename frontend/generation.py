@@ -1,0 +1,333 @@
+"""One client request as its choices: submitted together, turned into text, ended together.
+
+A Choice is one request of core with its detokenizer and stop strings; a Generation is the n choices
+of each prompt of one client request. What a choice puts out goes to a sink at once, from within the
+step's fan-out; there is no task per token. Knows nothing of HTTP, SSE or ZMQ.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from nvserve.frontend.detokenizer import Vocabulary
+from nvserve.frontend.engine import EmitExtras, Engine
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.journal import Entry
+from nvserve.frontend.metrics import RequestMetrics
+from nvserve.frontend.params import TextRules, derive_seed
+from nvserve.frontend.stop_strings import StopMatcher
+from nvserve.protocol.client_messages import TokenLogprob
+from nvserve.protocol.messages import FinishReason, Logprobs, unpack_ids
+from nvserve.protocol.sampling import SamplingParams
+
+ACCEPT_LIMIT_S: Final = 300.0  # for core's answer, loading and recoveries included
+
+FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What one emit adds to a choice; `finish_reason` is set in its last delta."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One client request, checked: what to submit and how to put it out."""
+
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]  # by prompt, as their room for output differs
+    rules: TextRules
+    num_choices: int = 1  # of each prompt
+    seed: int | None = None
+    priority: int = 0
+    salt: str = ""
+
+
+Sink = Callable[["Choice", Delta], None]
+
+
+class Choice:
+    """One sampled continuation of one prompt. It is the engine's listener for its request."""
+
+    __slots__ = (
+        "_ends",
+        "_generation",
+        "_stop",
+        "_tokens_out",
+        "cached",
+        "detokenizer",
+        "entry",
+        "finish_reason",
+        "index",
+        "num_prompt_tokens",
+        "seed",
+    )
+
+    def __init__(
+        self, generation: "Generation", index: int, prompt: list[int], sampling: SamplingParams
+    ) -> None:
+        rules = generation.plan.rules
+        self._generation = generation
+        self._stop = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
+        self._ends: frozenset[int] = (
+            frozenset()
+            if rules.include_stop
+            else frozenset(sampling.stop_token_ids) | generation.eos_ids
+        )
+        self._tokens_out = 0
+        self.index: Final = index
+        self.num_prompt_tokens: Final = len(prompt)
+        self.cached = 0
+        self.seed = 0
+        self.entry: Entry | None = None
+        self.finish_reason: str | None = None
+        vocabulary = generation.vocabulary
+        self.detokenizer: Final = vocabulary.detokenizer(
+            prompt,
+            skip_special=rules.skip_special,
+            is_start=vocabulary.special_ids.issuperset(prompt),
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens put out; behind a stop string there are none."""
+        return self._tokens_out
+
+    # -- the engine's calls ----------------------------------------------------------------------
+
+    def on_accepted(self) -> None:
+        self._generation.note_accepted()
+
+    def on_refused(self, error: ApiError) -> None:
+        self._generation.fail(error)
+
+    def on_failure(self, error: Exception) -> None:
+        self._generation.fail(ApiError(500, "the server failed on this request"))
+
+    def on_tokens(
+        self, tokens: Sequence[int], finish: FinishReason, cached: int, emit: EmitExtras | None
+    ) -> None:
+        if finish > FinishReason.LENGTH:
+            self._generation.fail(_failure_of(finish))
+            return
+        self.cached = cached
+        text, num_used, is_stopped = self.advance(tokens, finish)
+        if num_used < len(tokens):
+            tokens = tokens[:num_used]
+        logprobs = self._generation.needs_logprobs
+        delta = Delta(text, tokens, _token_logprobs(tokens, emit) if logprobs else None, None)
+        if is_stopped:
+            delta.finish_reason = "stop"
+            if not finish and self.entry is not None:
+                self._generation.engine.finish(self.entry)
+        elif finish:
+            delta.finish_reason = FINISH_NAMES[finish]
+        self._generation.put_out(self, delta)
+
+    def resume(self, emitted: Sequence[int], sampling: SamplingParams) -> str | None:
+        """Take ids whose text is out already; the finish reason when nothing is left to do."""
+        if emitted and self.advance(emitted, FinishReason.NONE)[2]:
+            return "stop"
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._generation.eos_ids
+        if len(emitted) > sampling.min_tokens and emitted[-1] in ends:
+            return "stop"
+        return "length" if len(emitted) >= sampling.max_tokens else None
+
+    def advance(self, tokens: Sequence[int], finish: FinishReason) -> tuple[str, int, bool]:
+        """Text of these ids, how many of them it took, and whether a stop string ended it."""
+        self._tokens_out += len(tokens)
+        feed = self.detokenizer.feed
+        visible = tokens
+        if finish is FinishReason.STOP and tokens and tokens[-1] in self._ends:
+            visible = tokens[:-1]  # what ends the text is no part of it
+        if self._stop is None:
+            text = feed(visible[0]) if len(visible) == 1 else "".join(map(feed, visible))
+            return (text + self.detokenizer.flush() if finish else text), len(tokens), False
+        return self._advance_to_stop(tokens, len(visible), finish)
+
+    def _advance_to_stop(
+        self, tokens: Sequence[int], num_visible: int, finish: FinishReason
+    ) -> tuple[str, int, bool]:
+        assert self._stop is not None, "only called with stop strings"
+        parts: list[str] = []
+        for index in range(num_visible):
+            text, is_stopped = self._stop.feed(self.detokenizer.feed(tokens[index]))
+            parts.append(text)
+            if is_stopped:
+                self._tokens_out -= len(tokens) - index - 1
+                return "".join(parts), index + 1, True
+        if finish:
+            text, is_stopped = self._stop.feed(self.detokenizer.flush())
+            parts.append(text if is_stopped else text + self._stop.flush())
+            return "".join(parts), len(tokens), is_stopped
+        return "".join(parts), len(tokens), False
+
+
+class Generation:
+    """All choices of one client request. `accepted` and `done` are awaited by its owner."""
+
+    def __init__(
+        self, engine: Engine, vocabulary: Vocabulary, eos_ids: frozenset[int], plan: Plan
+    ) -> None:
+        self.engine: Final = engine
+        self.vocabulary: Final = vocabulary
+        self.eos_ids: Final = eos_ids
+        self.plan: Final = plan
+        self.needs_logprobs: Final = plan.sampling[0].logprobs >= 0
+        self.metrics: Final = RequestMetrics()
+        self.choices: Final = [
+            Choice(self, number * plan.num_choices + index, prompt, sampling)
+            for number, (prompt, sampling) in enumerate(
+                zip(plan.prompts, plan.sampling, strict=True)
+            )
+            for index in range(plan.num_choices)
+        ]
+        self._sink: Sink | None = None
+        self._num_unaccepted = len(self.choices)
+        self._num_unfinished = len(self.choices)
+        loop = asyncio.get_running_loop()
+        self._accepted: asyncio.Future[None] = loop.create_future()
+        self._done: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def is_over(self) -> bool:
+        return self._done.done()
+
+    def on_over(self, callback: "Callable[[Generation], object]") -> None:
+        """Call back when the last delta is out or the generation has failed."""
+        self._done.add_done_callback(lambda _: callback(self))
+
+    def start(self, sink: Sink, emitted: Sequence[int] = ()) -> None:
+        """Submit every choice; an ApiError leaves none behind. `emitted` is known to the client."""
+        self._sink = sink
+        try:
+            for choice in self.choices:
+                self._start_choice(choice, emitted)
+        except ApiError:
+            self._abort_all()
+            raise
+
+    async def accepted(self) -> None:
+        """Wait until core has taken every choice, or raise why not."""
+        await self._wait(self._accepted, ACCEPT_LIMIT_S)
+
+    async def done(self) -> None:
+        """Wait for the last delta, or raise why there is none.
+
+        Without a limit of its own: core's deadline and the launcher's watch end it.
+        """
+        await self._done
+
+    def abort(self, error: ApiError | None = None) -> None:
+        """End every choice now; who waits gets the error, by default that the client left."""
+        self.fail(error or ApiError(499, "the client closed the connection"))
+
+    # -- the choices' calls ----------------------------------------------------------------------
+
+    def note_accepted(self) -> None:
+        """One more choice is accepted."""
+        self._num_unaccepted -= 1
+        if self._num_unaccepted == 0 and not self._accepted.done():
+            self._accepted.set_result(None)
+
+    def put_out(self, choice: Choice, delta: Delta) -> None:
+        """Pass a delta on, and end with the last one."""
+        assert self._sink is not None, "tokens come after start"
+        self.metrics.note_tokens(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            self._num_unfinished -= 1
+        self._sink(choice, delta)
+        if self._num_unfinished == 0 and not self._done.done():
+            self.metrics.note_finish(self)
+            self._done.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        """One choice cannot go on, so none shall; who waits gets the error."""
+        if self._done.done():
+            return
+        self._abort_all()
+        for future in (self._accepted, self._done):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it may be that nobody waits for this one
+
+    def _start_choice(self, choice: Choice, emitted: Sequence[int]) -> None:
+        plan = self.plan
+        number, index = divmod(choice.index, plan.num_choices)
+        sampling = plan.sampling[number]
+        choice.seed = self._seed_of(index)
+        settled = choice.resume(emitted, sampling)
+        if settled is not None:
+            self.note_accepted()
+            self.put_out(choice, Delta("", [], [] if self.needs_logprobs else None, settled))
+            return
+        choice.entry = self.engine.submit(
+            choice,
+            prompt=plan.prompts[number],
+            sampling=sampling,
+            seed=choice.seed,
+            priority=plan.priority,
+            salt=plan.salt,
+            emitted=emitted,
+        )
+
+    def _abort_all(self) -> None:
+        for choice in self.choices:
+            if choice.entry is not None and choice.finish_reason is None:
+                self.engine.abort(choice.entry)
+
+    def _seed_of(self, index: int) -> int:
+        if self.plan.seed is None:
+            return self.engine.draw_seed()
+        return derive_seed(self.plan.seed, index)
+
+    async def _wait(self, future: "asyncio.Future[None]", limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(future)
+        except TimeoutError:
+            error = ApiError(503, f"no answer from the engine within {limit_s:g} s")
+            self.fail(error)
+            raise error from None
+
+
+def _failure_of(finish: FinishReason) -> ApiError:
+    match finish:
+        case FinishReason.DEADLINE:
+            return ApiError(504, "the request's deadline passed", code="deadline_exceeded")
+        case FinishReason.ENGINE_FAULT:
+            return ApiError(500, "this request crashes the engine", code="engine_fault")
+        case _:
+            return ApiError(503, "the server aborted the request", code="aborted")
+
+
+def _token_logprobs(tokens: Sequence[int], emit: EmitExtras | None) -> list[TokenLogprob]:
+    """One entry per new token. Rows that are not new were put out before."""
+    if not tokens:
+        return []
+    assert emit is not None, "core sends the logprobs that were asked for"
+    logprobs = emit.logprobs
+    return [
+        _token_logprob(logprobs, logprobs.rows.index(emit.num_skipped + index), token_id)
+        for index, token_id in enumerate(tokens)
+    ]
+
+
+def _token_logprob(logprobs: Logprobs, row: int, token_id: int) -> TokenLogprob:
+    start = sum(logprobs.num_tops[:row])
+    end = start + logprobs.num_tops[row]
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=struct.unpack_from("<f", logprobs.chosen, 4 * row)[0],
+        top_ids=unpack_ids(logprobs.top_ids[4 * start : 4 * end]),
+        top_logprobs=list(struct.unpack_from(f"<{end - start}f", logprobs.top_values, 4 * start)),
+    )

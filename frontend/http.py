@@ -1,0 +1,293 @@
+"""The HTTP routes: OpenAI's API, tokenizing, health and metrics, as one ASGI application.
+
+Each handler reads a bounded body, has the service plan and start a generation, and answers with a
+whole document or a stream. The status line of a generation waits for core's answer.
+"""
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from starlette.routing import Route, Router
+
+from nvserve.frontend import metrics
+from nvserve.frontend.errors import ApiError, invalid
+from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
+from nvserve.frontend.generation import Choice, Delta, Generation, Plan
+from nvserve.frontend.params import check_ids
+from nvserve.frontend.responses import DONE, Chunks, Collector, Shape, whole_response
+from nvserve.frontend.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+    plain_messages,
+)
+from nvserve.frontend.service import Service
+from nvserve.protocol.control import State
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def application(service: Service, api_key: str) -> Router:
+    """Every route, guarded by the API key where one is set; only health is open to all."""
+    api = _Api(service)
+    routes = [
+        Route("/v1/completions", _Endpoint("POST", api.completions, api_key)),
+        Route("/v1/chat/completions", _Endpoint("POST", api.chat, api_key)),
+        Route("/v1/models", _Endpoint("GET", api.models, api_key)),
+        Route("/v1/models/{name:path}", _Endpoint("GET", api.model, api_key)),
+        Route("/tokenize", _Endpoint("POST", api.tokenize, api_key)),
+        Route("/detokenize", _Endpoint("POST", api.detokenize, api_key)),
+        Route("/version", _Endpoint("GET", api.version, api_key)),
+        Route("/metrics", _Endpoint("GET", api.metrics, api_key)),
+        Route("/health", _Endpoint("GET", api.health, "")),
+        Route("/ready", _Endpoint("GET", api.ready, "")),
+    ]
+    return Router(routes, redirect_slashes=False, default=_Endpoint("", _not_found, ""))
+
+
+async def _not_found(exchange: Exchange) -> None:
+    raise ApiError(404, f"there is no {exchange.scope['path'][:200]}", code="not_found")
+
+
+class _Endpoint:
+    """One route as an ASGI application: method, key, handler, and every error as a document."""
+
+    def __init__(self, method: str, handler: Handler, api_key: str) -> None:
+        self._method: Final = method
+        self._handler: Final = handler
+        self._api_key: Final = api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            if self._method and exchange.method != self._method:
+                raise ApiError(405, f"use {self._method} for this path", code="method_not_allowed")
+            if self._api_key:
+                exchange.check_key(self._api_key)
+            await self._handler(exchange)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await self._answer(exchange, error)
+        except Exception:  # the edge: a bug costs this request alone, and its text stays here
+            logger.exception("unexpected failure of %s", scope["path"])
+            await self._answer(exchange, ApiError(500, "the server failed on this request"))
+
+    async def _answer(self, exchange: Exchange, error: ApiError) -> None:
+        if exchange.is_started:
+            exchange.transport.abort()
+        elif error.status != 499:
+            await exchange.respond_error(error)
+
+
+class _Api:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service: Final = service
+        self._tokenizer: Final = service.tokenizer
+
+    # -- generation ------------------------------------------------------------------------------
+
+    async def completions(self, exchange: Exchange) -> None:
+        """POST /v1/completions."""
+        self._service.check_open()
+        body = parse(CompletionBody, await exchange.read_json())
+        self._service.check_model(body.model)
+        plan = await self._service.plan_completion(body)
+        echoed = self._echoed(body, plan) if body.echo else []
+        await self._generate(exchange, body, plan, is_chat=False, echoed=echoed)
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        self._service.check_open()
+        body = parse(ChatBody, await exchange.read_json())
+        self._service.check_model(body.model)
+        plan = await self._service.plan_chat(body)
+        await self._generate(exchange, body, plan, is_chat=True, echoed=[])
+
+    def _echoed(self, body: CompletionBody, plan: Plan) -> list[str]:
+        """Each choice's prompt as text."""
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        decode = self._tokenizer.vocabulary.decode
+        texts = [
+            text if isinstance(text, str) else decode(ids)
+            for text, ids in zip(
+                given if isinstance(given[0], str) else plan.prompts, plan.prompts, strict=True
+            )
+        ]
+        return [text for text in texts for _ in range(plan.num_choices)]
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        body: CompletionBody | ChatBody,
+        plan: Plan,
+        *,
+        is_chat: bool,
+        echoed: list[str],
+    ) -> None:
+        options = body.stream_options
+        shape = Shape.new(
+            model=body.model or self._service.config.served_model_names[0],
+            is_chat=is_chat,
+            has_token_ids=bool(body.return_token_ids),
+            has_usage=bool(options and options.include_usage),
+        )
+        generation = self._service.generation(plan)
+        with self._service.working():
+            try:
+                async with exchange.watching(generation.abort):
+                    if body.stream:
+                        await self._stream(exchange, generation, shape, echoed)
+                    else:
+                        await self._answer_whole(exchange, generation, shape, echoed)
+            finally:
+                generation.abort()  # whatever failed here, core frees the request
+
+    async def _answer_whole(
+        self, exchange: Exchange, generation: Generation, shape: Shape, echoed: list[str]
+    ) -> None:
+        collector = Collector(len(generation.choices))
+        self._service.start(generation, collector.sink)
+        await generation.accepted()
+        await generation.done()
+        await exchange.respond(whole_response(shape, generation, collector, echoed))
+
+    async def _stream(
+        self, exchange: Exchange, generation: Generation, shape: Shape, echoed: list[str]
+    ) -> None:
+        stream = exchange.event_stream(generation.abort)
+        chunks = Chunks(shape, generation.vocabulary)
+        for choice in generation.choices:
+            prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
+            text = echoed[choice.index] if echoed else ""
+            _write(stream, chunks.opening(choice, text, prompt))
+
+        def sink(choice: Choice, delta: Delta) -> None:
+            chunk = chunks.delta(choice, delta)
+            if chunk:
+                stream.write(chunk)
+
+        self._service.start(generation, sink)
+        await generation.accepted()
+        exchange.is_started = True
+        await stream.open(exchange.own_headers())
+        try:
+            await generation.done()
+        except ApiError as error:
+            _write(stream, b"data: %b\n\n" % error.body())
+        else:
+            _write(stream, chunks.usage(generation) if shape.has_usage else b"")
+        stream.write(DONE)
+        await stream.close()
+
+    # -- models and tokens -----------------------------------------------------------------------
+
+    async def models(self, exchange: Exchange) -> None:
+        """GET /v1/models."""
+        cards = [self._card(name) for name in self._service.config.served_model_names]
+        await exchange.respond(_encode({"object": "list", "data": cards}))
+
+    async def model(self, exchange: Exchange) -> None:
+        """GET /v1/models/{name}."""
+        name = exchange.scope["path_params"]["name"]
+        self._service.check_model(name)
+        await exchange.respond(_encode(self._card(name)))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.started,
+            "owned_by": "nvserve",
+            "max_model_len": self._service.config.max_model_len,
+        }
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """POST /tokenize."""
+        body = parse(TokenizeBody, await exchange.read_json())
+        self._service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            tokens = await self._tokenizer.encode_chat(
+                plain_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+            )
+        else:
+            (tokens,) = await self._tokenizer.encode(
+                [body.prompt or ""],
+                param="prompt",
+                add_special_tokens=body.add_special_tokens is not False,
+            )
+        document = {
+            "count": len(tokens),
+            "max_model_len": self._service.config.max_model_len,
+            "tokens": tokens,
+        }
+        await exchange.respond(_encode(document))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """POST /detokenize."""
+        body = parse(DetokenizeBody, await exchange.read_json())
+        self._service.check_model(body.model)
+        check_ids(body.tokens, self._service.limits, "tokens")
+        text = self._tokenizer.vocabulary.decode(body.tokens, skip_special=False)
+        await exchange.respond(_encode({"prompt": text}))
+
+    # -- the server itself -----------------------------------------------------------------------
+
+    async def version(self, exchange: Exchange) -> None:
+        """GET /version."""
+        await exchange.respond(_encode({"version": _version()}))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """GET /metrics."""
+        await exchange.respond(metrics.exposition(), content_type=metrics.CONTENT_TYPE)
+
+    async def health(self, exchange: Exchange) -> None:
+        """GET /health: 200 while the process serves, unless the launcher has given up."""
+        condition = self._service.condition
+        state = self._service.state
+        status = 503 if state is State.FAILED else 200
+        document = {
+            "status": "ok" if state is State.READY else state.value,
+            "reason": condition.reason,
+        }
+        await exchange.respond(_encode(document), status=status)
+
+    async def ready(self, exchange: Exchange) -> None:
+        """GET /ready: 200 when a request would be served now, else 503 with the reason."""
+        state = self._service.state
+        stats = self._service.engine.stats
+        last_step = stats.last_step_time if stats is not None else 0.0
+        document = {
+            "status": "ok" if state is State.READY else state.value,
+            "reason": self._service.condition.reason,
+            "last_step_age_s": round(time.time() - last_step, 3) if last_step else None,
+        }
+        status = 200 if state is State.READY else 503
+        await exchange.respond(_encode(document), status=status)
+
+
+def _write(stream: EventStream, chunk: bytes) -> None:
+    if chunk:
+        stream.write(chunk)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("nvserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+checkout"

@@ -1,0 +1,147 @@
+"""uvicorn's HTTP/1.1 protocol with the limits it lacks, and a server that leaves signals alone.
+
+Adds: a bound on header bytes (431), a time limit for headers (408), errors in OpenAI's form, and
+the connection's transport in scope["extensions"], so that a step's fan-out can write to it.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+from starlette.routing import Router
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nvserve.frontend.errors import ApiError
+
+TRANSPORT: Final = "nvserve.transport"
+MAX_HEADER_BYTES: Final = 64 << 10  # of one request, names and values and the path
+HEADER_LIMIT_S: Final = 15.0  # from the connection's start, or a request's first byte
+KEEP_ALIVE_S: Final = 75
+
+_REASONS: Final = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+}
+_TOO_LARGE: Final = f"headers of more than {MAX_HEADER_BYTES} bytes"
+
+
+class _HeadersTooLarge(Exception):
+    """Ends the parser's work on this connection."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _num_header_bytes = 0  # of the request being parsed
+    _num_unparsed_bytes = 0  # received while its headers are incomplete
+    _header_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
+        super().connection_made(transport)
+        self._arm_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._header_timer is not None:  # no request is complete yet: one header may be endless
+            self._num_unparsed_bytes += len(data)
+            if self._num_unparsed_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, _TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = self._num_unparsed_bytes = 0
+        self._arm_header_timer()
+        self.scope["extensions"] = {TRANSPORT: {"transport": self.transport}}
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_header_bytes(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_header_bytes(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._disarm_header_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn when the parser gives up."""
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, _TOO_LARGE)
+        else:
+            self._refuse(400, msg)
+
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise _HeadersTooLarge
+
+    # -- refusals below ASGI ---------------------------------------------------------------------
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer and close; nothing more is read from this connection."""
+        self._is_refused = True
+        self._disarm_header_timer()
+        if self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not is_answering:  # otherwise these bytes would land inside another answer
+            body = ApiError(status, message).body()
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
+            )
+        self.transport.close()
+
+    def _arm_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_LIMIT_S, self._on_header_timeout)
+
+    def _disarm_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        self._refuse(408, f"no complete request within {HEADER_LIMIT_S:g} s")
+
+
+class Server(uvicorn.Server):
+    """Serves an ASGI application on a socket that the launcher bound."""
+
+    def __init__(self, app: Router) -> None:
+        config = uvicorn.Config(
+            app.__call__,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=2048,
+        )
+        super().__init__(config)
+        self.is_serving: Final = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the launcher's."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_serving.set()

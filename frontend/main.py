@@ -1,0 +1,138 @@
+"""The frontend process: HTTP and ZMQ doors in front of core, on one event loop.
+
+Does all the I/O of the frontend: control messages in and out, the progress page, the sockets. The
+launcher starts it as `python -m nvserve.frontend.main FD PARENT_PID`.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+from typing import Final
+
+import uvloop
+import zmq
+
+from nvserve.frontend import metrics
+from nvserve.frontend.engine import Engine
+from nvserve.frontend.errors import StartFailure
+from nvserve.frontend.http import application
+from nvserve.frontend.http_server import Server
+from nvserve.frontend.service import Service
+from nvserve.frontend.tokenizer import Tokenizer
+from nvserve.frontend.zmq_api import Door
+from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.control import (
+    Condition,
+    Drain,
+    Drained,
+    Exit,
+    Failed,
+    Peers,
+    Progress,
+    Ready,
+    ToChild,
+)
+from nvserve.protocol.progress import Phase
+
+logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 0.2
+START_FAILURE: Final = 2  # exit status
+
+
+class Frontend:
+    """What the loop holds: the service, its doors, and the launcher's messages."""
+
+    def __init__(self, child: Child, tokenizer: Tokenizer) -> None:
+        setup = child.setup
+        self._child: Final = child
+        self._context: Final = zmq.Context()
+        self._engine: Final = Engine(
+            setup.config, life=setup.life, launch_dir=setup.launch_dir, context=self._context
+        )
+        self._service: Final = Service(setup.config, tokenizer, self._engine)
+        self._server: Final = Server(application(self._service, setup.api_key))
+        self._door: Final = Door(self._service, self._context, setup.api_key)
+        self._exit: Final = asyncio.Event()
+        self._drain: asyncio.Task[None] | None = None
+        metrics.register(
+            metrics.Sources(
+                stats=lambda: self._engine.stats,
+                condition=lambda: self._service.condition,
+                own_totals=self._own_totals,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until told to exit."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._child.control.fileno(), self._on_control)
+        self._beat()
+        listener = socket.socket(fileno=self._child.setup.listen_fd)
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await self._server.is_serving.wait()
+        endpoint = self._door.open(self._child.setup.config.zmq_endpoint)
+        port = int(listener.getsockname()[1])
+        self._child.send(Ready(port=port, zmq_endpoint=endpoint))
+        self._on_control()
+        await self._exit.wait()
+        self._door.close()
+        self._engine.close()
+        serving.cancel()  # what is still open ends with the process
+        self._context.destroy(linger=0)
+
+    def _beat(self) -> None:
+        self._child.page.beat(Phase.SERVING)
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _on_control(self) -> None:
+        while (message := self._child.receive()) is not None:
+            self._obey(message)
+
+    def _obey(self, message: ToChild) -> None:
+        match message:
+            case Peers():
+                self._engine.connect(message)
+            case Condition():
+                self._service.condition = message
+            case Drain():
+                if self._drain is None:
+                    self._drain = asyncio.create_task(self._drain_all(message.timeout_s))
+            case Exit():
+                self._exit.set()
+            case _:
+                logger.error("%s is no message for a frontend", type(message).__name__)
+
+    async def _drain_all(self, timeout_s: float) -> None:
+        await self._service.drain(timeout_s)
+        self._child.send(Drained())
+
+    def _own_totals(self) -> dict[str, int]:
+        return {
+            "frontend_dropped_messages": self._engine.num_dropped,
+            "frontend_gaps": self._engine.num_gaps,
+            "frontend_replays": self._engine.num_replays,
+        }
+
+
+def main() -> None:
+    """Load the tokenizer, then serve; a folder without one fails with one clear line."""
+    child = bootstrap(sys.argv)
+    config = child.setup.config
+    child.page.beat(Phase.LOADING)
+    child.send(Progress("tokenizer"))
+    try:
+        tokenizer = Tokenizer(config.model, config.max_model_len)
+    except StartFailure as error:
+        child.send(Failed(str(error)))
+        sys.exit(START_FAILURE)
+    uvloop.run(_serve(child, tokenizer))
+
+
+async def _serve(child: Child, tokenizer: Tokenizer) -> None:
+    await Frontend(child, tokenizer).run()
+
+
+if __name__ == "__main__":
+    main()

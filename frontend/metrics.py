@@ -1,0 +1,158 @@
+"""Prometheus metrics: what the frontend observed, core's counters and the launcher's restarts.
+
+Names are vLLM's under `nvserve:`. Histograms are fed once per first token or finished request;
+everything else is read only when scraped.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nvserve.protocol.control import Condition
+from nvserve.protocol.messages import CoreStats, FinishReason
+
+if TYPE_CHECKING:
+    from nvserve.frontend.generation import Generation
+
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+_REGISTRY: Final = CollectorRegistry()
+_SECONDS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TPOT_SECONDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3),
+    *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"nvserve:{name}", text, buckets=buckets, registry=_REGISTRY)
+
+
+_TTFT: Final = _histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+_E2E: Final = _histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+_TPOT: Final = _histogram(
+    "request_time_per_output_token_seconds", "Mean gap of one request's tokens.", _TPOT_SECONDS
+)
+_PROMPT: Final = _histogram("request_prompt_tokens", "Prompt tokens of one request.", _TOKENS)
+_OUTPUT: Final = _histogram("request_generation_tokens", "Output tokens of one request.", _TOKENS)
+
+
+class RequestMetrics:
+    """The times of one client request."""
+
+    __slots__ = ("_arrival", "_first")
+
+    def __init__(self) -> None:
+        self._arrival = time.monotonic()
+        self._first = 0.0
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """Tokens went out; only the first ones matter."""
+        if not self._first and num_tokens:
+            self._first = time.monotonic()
+            _TTFT.observe(self._first - self._arrival)
+
+    def note_finish(self, generation: "Generation") -> None:
+        """Every choice is complete."""
+        now = time.monotonic()
+        _E2E.observe(now - self._arrival)
+        longest = max(choice.num_output_tokens for choice in generation.choices)
+        if longest > 1:
+            _TPOT.observe((now - self._first) / (longest - 1))
+        for choice in generation.choices:
+            _PROMPT.observe(choice.num_prompt_tokens)
+            _OUTPUT.observe(choice.num_output_tokens)
+
+
+class Sources:
+    """Where a scrape reads the rest."""
+
+    def __init__(
+        self,
+        *,
+        stats: Callable[[], CoreStats | None],
+        condition: Callable[[], Condition],
+        own_totals: Callable[[], dict[str, int]],
+    ) -> None:
+        self._stats: Final = stats
+        self._condition: Final = condition
+        self._own_totals: Final = own_totals
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at each scrape."""
+        stats = self._stats()
+        if stats is not None:
+            yield from _core_gauges(stats)
+            yield from _core_totals(stats)
+        yield from _restarts(self._condition())
+        for name, value in self._own_totals().items():
+            yield CounterMetricFamily(f"nvserve:{name}", f"Frontend: {name}.", value)
+
+
+def register(sources: Sources) -> None:
+    """Read these at each scrape, once per process."""
+    _REGISTRY.register(sources)
+
+
+def exposition() -> bytes:
+    """All metrics as text."""
+    return generate_latest(_REGISTRY)
+
+
+def _core_gauges(stats: CoreStats) -> Iterable[Metric]:
+    used = stats.num_blocks - stats.num_free_blocks
+    age_s = time.time() - stats.last_step_time if stats.last_step_time else 0.0
+    for name, text, value in (
+        ("num_requests_running", "Requests holding a slot.", stats.num_running),
+        ("num_requests_waiting", "Requests waiting for one.", stats.num_waiting),
+        ("kv_cache_usage_perc", "Share of KV blocks in use.", used / max(stats.num_blocks, 1)),
+        ("num_kv_blocks", "Usable KV blocks.", stats.num_blocks),
+        ("num_free_kv_blocks", "KV blocks no request owns.", stats.num_free_blocks),
+        ("last_step_age_seconds", "Since the last committed step.", age_s),
+        ("epoch", "Life of the worker group.", stats.epoch),
+    ):
+        yield GaugeMetricFamily(f"nvserve:{name}", text, value)
+
+
+def _core_totals(stats: CoreStats) -> Iterable[Metric]:
+    for name, text, value in (
+        ("requests_accepted", "Requests taken.", stats.accepted_total),
+        ("requests_refused", "Requests not taken.", stats.refused_total),
+        ("requests_recovered", "Replays after a death.", stats.recovered_total),
+        ("num_preemptions", "Preemptions.", stats.preempted_total),
+        ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens_total),
+        ("generation_tokens", "Generated tokens.", stats.generated_tokens_total),
+        ("prefix_cache_queries", "Tokens looked up.", stats.prefix_queries_total),
+        ("prefix_cache_hits", "Tokens found.", stats.prefix_hits_total),
+        ("core_dropped_messages", "Useless messages.", stats.dropped_total),
+    ):
+        yield CounterMetricFamily(f"nvserve:{name}", text, value)
+    finished = CounterMetricFamily(
+        "nvserve:request_success", "Ended requests by reason.", labels=["finished_reason"]
+    )
+    for reason, total in zip(FinishReason, stats.finished_totals, strict=False):
+        if reason:
+            finished.add_metric([reason.name.lower()], total)
+    yield finished
+
+
+def _restarts(condition: Condition) -> Iterable[Metric]:
+    for role, total in (
+        ("worker", condition.worker_restarts_total),
+        ("core", condition.core_restarts_total),
+        ("frontend", condition.frontend_restarts_total),
+    ):
+        yield CounterMetricFamily(f"nvserve:{role}_restarts", f"Restarts of a {role}.", total)
+    recovery = GaugeMetricFamily(
+        "nvserve:recovery_seconds", "The last recovery, by phase.", labels=["phase"]
+    )
+    for phase, seconds in condition.recovery_seconds.items():
+        recovery.add_metric([phase], seconds)
+    yield recovery

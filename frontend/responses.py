@@ -1,0 +1,255 @@
+"""OpenAI's documents: whole responses, and the chunks of a stream as byte templates.
+
+A chunk of plain text is a prefix made once per choice, the text as JSON, and a fixed suffix; only
+the chunks that carry more are built piece by piece. Knows formats only; sends nothing.
+"""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from nvserve.frontend.detokenizer import Vocabulary
+from nvserve.frontend.generation import Choice, Delta, Generation
+from nvserve.protocol.client_messages import TokenLogprob
+
+MIN_LOGPROB: Final = -9999.0  # JSON has no infinity
+DONE: Final = b"data: [DONE]\n\n"
+
+_encode: Final = msgspec.json.Encoder().encode
+Document = dict[str, Any]
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What tells the two endpoints' documents apart, and what this client asked for."""
+
+    id: str
+    model: str
+    created: int
+    is_chat: bool
+    has_token_ids: bool = False
+    has_usage: bool = False  # chunks carry a usage field, null but in the last
+
+    @staticmethod
+    def new(
+        *, model: str, is_chat: bool, has_token_ids: bool = False, has_usage: bool = False
+    ) -> "Shape":
+        """The shape of one response, with an id of its own."""
+        prefix = "chatcmpl-" if is_chat else "cmpl-"
+        return Shape(
+            id=prefix + uuid.uuid4().hex,
+            model=model,
+            created=int(time.time()),
+            is_chat=is_chat,
+            has_token_ids=has_token_ids,
+            has_usage=has_usage,
+        )
+
+    def head(self, kind: str) -> Document:
+        """The fields every document and chunk starts with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def event(document: Document) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % _encode(document)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """The events of one streamed response."""
+
+    def __init__(self, shape: Shape, vocabulary: Vocabulary) -> None:
+        self._shape: Final = shape
+        self._kind: Final = "chat.completion.chunk" if shape.is_chat else "text_completion"
+        self._logprobs: Final = LogprobForm(vocabulary, is_chat=shape.is_chat)
+        self._is_plain: Final = not shape.has_token_ids
+        self._prefixes: dict[int, bytes] = {}
+        usage = b',"usage":null' if shape.has_usage else b""
+        after_text = b"}" if shape.is_chat else b""
+        self._suffix: Final = (
+            after_text + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        )
+
+    def opening(self, choice: Choice, echoed: str, prompt_ids: Sequence[int]) -> bytes:
+        """The first event of a choice: the role, or the echoed prompt; empty when there is none."""
+        shape = self._shape
+        if not (shape.is_chat or echoed or shape.has_token_ids):
+            return b""
+        body: Document = (
+            {"delta": {"role": "assistant", "content": ""}} if shape.is_chat else {"text": echoed}
+        )
+        if shape.has_token_ids:
+            body |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
+        return self._event(choice, body, None, None)
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        """The event of one delta; empty when it has nothing to say."""
+        if delta.logprobs is None and delta.finish_reason is None and self._is_plain:
+            if not delta.text:
+                return b""
+            prefix = self._prefixes.get(choice.index) or self._prefix(choice)
+            return prefix + _encode(delta.text) + self._suffix
+        body: Document = (
+            {"delta": {"content": delta.text} if delta.text else {}}
+            if self._shape.is_chat
+            else {"text": delta.text}
+        )
+        if self._shape.has_token_ids:
+            body["token_ids"] = list(delta.token_ids)
+        logprobs = None if delta.logprobs is None else self._logprobs.form(choice, delta.logprobs)
+        return self._event(choice, body, logprobs, delta.finish_reason)
+
+    def usage(self, generation: Generation) -> bytes:
+        """The one event with the usage, behind all others."""
+        head = self._shape.head(self._kind)
+        return event({**head, "choices": [], "usage": usage_of(generation)})
+
+    def _prefix(self, choice: Choice) -> bytes:
+        head = _encode(self._shape.head(self._kind))[:-1]
+        text = b'"delta":{"content":' if self._shape.is_chat else b'"text":'
+        prefix = b'data: %b,"choices":[{"index":%d,%b' % (head, choice.index, text)
+        self._prefixes[choice.index] = prefix
+        return prefix
+
+    def _event(
+        self, choice: Choice, body: Document, logprobs: Document | None, finish: str | None
+    ) -> bytes:
+        content = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
+        document = {**self._shape.head(self._kind), "choices": [content]}
+        if self._shape.has_usage:
+            document["usage"] = None
+        return event(document)
+
+
+# -- whole responses -------------------------------------------------------------------------------
+
+
+class Collector:
+    """The sink of a response that is sent whole: every choice's deltas, joined at the end."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._deltas: Final[list[list[Delta]]] = [[] for _ in range(num_choices)]
+
+    def sink(self, choice: Choice, delta: Delta) -> None:
+        """Keep a delta."""
+        self._deltas[choice.index].append(delta)
+
+    def joined(self, choice: Choice) -> Delta:
+        """A finished choice as one delta."""
+        deltas = self._deltas[choice.index]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+        return Delta(
+            "".join(delta.text for delta in deltas),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            None if deltas[-1].logprobs is None else logprobs,
+            deltas[-1].finish_reason,
+        )
+
+
+def whole_response(
+    shape: Shape, generation: Generation, collector: Collector, echoed: Sequence[str]
+) -> bytes:
+    """The document of a response without streaming; `echoed` prompts by choice, or empty."""
+    form = LogprobForm(generation.vocabulary, is_chat=shape.is_chat)
+    choices = []
+    for choice in generation.choices:
+        joined = collector.joined(choice)
+        text = (echoed[choice.index] if echoed else "") + joined.text
+        content: Document = {"index": choice.index}
+        content |= (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if shape.is_chat
+            else {"text": text}
+        )
+        logprobs = None if joined.logprobs is None else form.form(choice, joined.logprobs)
+        content |= {"logprobs": logprobs, "finish_reason": joined.finish_reason}
+        if shape.has_token_ids:
+            number = choice.index // generation.plan.num_choices
+            content["token_ids"] = joined.token_ids
+            content["prompt_token_ids"] = generation.plan.prompts[number]
+        choices.append(content)
+    kind = "chat.completion" if shape.is_chat else "text_completion"
+    return _encode({**shape.head(kind), "choices": choices, "usage": usage_of(generation)})
+
+
+def usage_of(generation: Generation) -> Document:
+    """Token counts; a prompt counts once, however many choices it has."""
+    firsts = generation.choices[:: generation.plan.num_choices]
+    num_prompt = sum(choice.num_prompt_tokens for choice in firsts)
+    num_output = sum(choice.num_output_tokens for choice in generation.choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
+    }
+
+
+# -- logprobs --------------------------------------------------------------------------------------
+
+
+class LogprobForm:
+    """Logprobs in the endpoint's form; keeps each choice's text offset between chunks."""
+
+    def __init__(self, vocabulary: Vocabulary, *, is_chat: bool) -> None:
+        self._vocabulary: Final = vocabulary
+        self._is_chat: Final = is_chat
+        self._offsets: dict[int, int] = {}
+
+    def form(self, choice: Choice, logprobs: Iterable[TokenLogprob]) -> Document:
+        """The document of some consecutive tokens."""
+        if self._is_chat:
+            return {"content": [self._chat_entry(entry) for entry in logprobs]}
+        return self._columns(choice, logprobs)
+
+    def _chat_entry(self, entry: TokenLogprob) -> Document:
+        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._named(entry.token_id, entry.logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in tops],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> Document:
+        piece = self._vocabulary.token_bytes(token_id)
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(piece),
+        }
+
+    def _columns(self, choice: Choice, logprobs: Iterable[TokenLogprob]) -> Document:
+        tokens: list[str] = []
+        values: list[float] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        offset = self._offsets.get(choice.index, 0)
+        for entry in logprobs:
+            token = self._text(entry.token_id)
+            tokens.append(token)
+            values.append(max(entry.logprob, MIN_LOGPROB))
+            tops.append(self._top_dict(entry))
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[choice.index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _top_dict(self, entry: TokenLogprob) -> dict[str, float] | None:
+        if not entry.top_ids:
+            return None
+        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        named = {self._text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in tops}
+        named.setdefault(self._text(entry.token_id), max(entry.logprob, MIN_LOGPROB))
+        return named
+
+    def _text(self, token_id: int) -> str:
+        return self._vocabulary.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,233 @@
+"""What both doors share: from a checked body to a running generation, and whether we are open.
+
+Owns the tokenizer, the engine and the set of open generations. Knows bodies and plans; never a
+connection.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from nvserve.frontend.engine import Engine
+from nvserve.frontend.errors import ApiError, invalid
+from nvserve.frontend.generation import Generation, Plan, Sink
+from nvserve.frontend.params import (
+    Limits,
+    check_prompt,
+    resolve_max_tokens,
+    resolve_priority,
+    resolve_salt,
+    resolve_sampling,
+    resolve_seed,
+    resolve_text_rules,
+)
+from nvserve.frontend.schema import (
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    check_chat,
+    check_completion,
+    plain_messages,
+    split_prompts,
+)
+from nvserve.frontend.tokenizer import Tokenizer
+from nvserve.protocol.client_messages import SamplingFields
+from nvserve.protocol.config import Config
+from nvserve.protocol.control import Condition, State
+from nvserve.protocol.sampling import SamplingParams
+
+COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
+CLOSED_RETRY_AFTER_S: Final = 5.0
+
+
+class Service:
+    """The frontend behind its doors."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, engine: Engine) -> None:
+        self.config: Final = config
+        self.tokenizer: Final = tokenizer
+        self.engine: Final = engine
+        self.condition = Condition(State.LOADING)
+        self.is_draining = False
+        self.started: Final = int(time.time())
+        self.limits: Final = Limits(
+            max_model_len=config.max_model_len,
+            vocab_size=config.facts.vocab_size,
+            sampling_defaults=tokenizer.sampling_defaults,
+        )
+        self._eos_ids: Final = frozenset(config.facts.eos_token_ids)
+        self._open: set[Generation] = set()
+        self._num_working = 0
+        self._idle: Final = asyncio.Event()
+        self._idle.set()
+
+    # -- open or closed --------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Refuse while draining, or when the launcher has given up."""
+        if self.is_draining or self.condition.state is State.DRAINING:
+            raise ApiError(503, "the server is shutting down", retry_after_s=CLOSED_RETRY_AFTER_S)
+        if self.condition.state is State.FAILED:
+            reason = self.condition.reason or "the engine cannot be restarted"
+            raise ApiError(503, f"the server has failed: {reason}")
+
+    @property
+    def state(self) -> State:
+        """The launcher's word, held back while core's side is not connected."""
+        if self.is_draining:
+            return State.DRAINING
+        if self.condition.state is State.READY and not self.engine.is_connected:
+            return State.RECOVERING
+        return self.condition.state
+
+    def check_model(self, name: str | None) -> None:
+        """A 404 for a model we do not serve; no name means ours."""
+        if name is not None and name not in self.config.served_model_names:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} does not exist",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Around everything a drain has to wait for."""
+        self._num_working += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            if not self._num_working:
+                self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse what is new, wait for what runs, and end the rest after the timeout."""
+        self.is_draining = True
+        if await self._is_idle_within(timeout_s):
+            return
+        for generation in list(self._open):
+            generation.abort(ApiError(503, "the server is shutting down", code="aborted"))
+        await self._is_idle_within(1.0)
+
+    async def _is_idle_within(self, limit_s: float) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- bodies to plans -------------------------------------------------------------------------
+
+    async def plan_completion(self, body: CompletionBody) -> Plan:
+        """What /v1/completions asks for."""
+        check_completion(body)
+        prompts = split_prompts(body.prompt)
+        num_choices = body.n or 1
+        if len(prompts) * num_choices > MAX_PROMPTS:
+            raise invalid("n", f"prompts x n is more than {MAX_PROMPTS}")
+        return self._plan(
+            body,
+            await self._encoded(prompts),
+            default=COMPLETION_TOKENS,
+            num_choices=num_choices,
+            logprobs=body.logprobs,
+        )
+
+    async def plan_chat(self, body: ChatBody) -> Plan:
+        """What /v1/chat/completions asks for."""
+        check_chat(body)
+        prompt = await self.tokenizer.encode_chat(plain_messages(body.messages))
+        param, asked = "max_tokens", body.max_tokens
+        if body.max_completion_tokens is not None:
+            param, asked = "max_completion_tokens", body.max_completion_tokens
+        if asked == 0:
+            raise invalid(param, "must be positive")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if logprobs is not None and logprobs < 0:
+            raise invalid("top_logprobs", "must not be negative")
+        try:
+            return self._plan(
+                body,
+                [prompt],
+                default=None,
+                num_choices=body.n or 1,
+                logprobs=logprobs,
+                max_tokens=asked,
+                names=("messages", param),
+            )
+        except ApiError as error:
+            if error.param == "logprobs":
+                raise invalid("top_logprobs", error.message.partition(": ")[2]) from error
+            raise
+
+    async def plan_client(
+        self, fields: SamplingFields, prompt: str | list[int], logprobs: int | None
+    ) -> Plan:
+        """What a submit over ZMQ asks for."""
+        if not prompt:
+            raise invalid("prompt", "must not be empty")
+        if isinstance(prompt, str):
+            prompts = await self._encoded([prompt])
+        else:
+            prompts = [prompt]
+        return self._plan(
+            fields, prompts, default=COMPLETION_TOKENS, num_choices=1, logprobs=logprobs
+        )
+
+    async def _encoded(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts:
+            return await self.tokenizer.encode(texts, param="prompt")
+        return [prompt for prompt in prompts if isinstance(prompt, list)]
+
+    def _plan(
+        self,
+        fields: SamplingFields,
+        prompts: list[list[int]],
+        *,
+        default: int | None,
+        num_choices: int,
+        logprobs: int | None,
+        max_tokens: int | None = None,
+        names: tuple[str, str] = ("prompt", "max_tokens"),
+    ) -> Plan:
+        asked = fields.max_tokens if max_tokens is None else max_tokens
+        by_max_tokens: dict[int, SamplingParams] = {}
+        sampling = []
+        for prompt in prompts:
+            check_prompt(prompt, self.limits, names[0])
+            room = resolve_max_tokens(
+                asked, len(prompt), self.limits, default=default, param=names[1]
+            )
+            if room not in by_max_tokens:
+                by_max_tokens[room] = resolve_sampling(
+                    fields, self.limits, self.tokenizer.fast, max_tokens=room, logprobs=logprobs
+                )
+            sampling.append(by_max_tokens[room])
+        return Plan(
+            prompts=prompts,
+            sampling=sampling,
+            rules=resolve_text_rules(fields),
+            num_choices=num_choices,
+            seed=resolve_seed(fields.seed),
+            priority=resolve_priority(fields.priority),
+            salt=resolve_salt(fields.cache_salt),
+        )
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def generation(self, plan: Plan) -> Generation:
+        """A generation that is not started yet."""
+        return Generation(self.engine, self.tokenizer.vocabulary, self._eos_ids, plan)
+
+    def start(self, generation: Generation, sink: Sink, emitted: Sequence[int] = ()) -> None:
+        """Submit it, and count it among the open ones until it is over."""
+        self.check_open()
+        generation.start(sink, emitted)
+        self._open.add(generation)
+        generation.on_over(self._open.discard)

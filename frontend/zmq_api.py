@@ -1,0 +1,359 @@
+"""The ZMQ door: clients of protocol/client_messages.py on one ROUTER socket.
+
+Bounded in connections, requests and unsent bytes for each; a client that cannot be reached, or does
+not read, loses its requests. Knows plans and generations; never core.
+"""
+
+import asyncio
+import hmac
+import logging
+from array import array
+from collections import deque
+from typing import Final, assert_never
+
+import msgspec
+import zmq
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.generation import Choice, Delta, Generation
+from nvserve.frontend.params import check_ids
+from nvserve.frontend.schema import explain
+from nvserve.frontend.service import Service
+from nvserve.protocol.client_messages import (
+    BEAT_S,
+    CLIENT_PROTOCOL,
+    MAX_CLIENT_FRAME_BYTES,
+    Abort,
+    Accepted,
+    BadClientFrame,
+    Beat,
+    Emit,
+    Error,
+    Finished,
+    Hello,
+    Submit,
+    ToClient,
+    Welcome,
+    decode_to_server,
+    encode_client,
+)
+from nvserve.protocol.messages import unpack_ids
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 1024
+MAX_REQUESTS: Final = 1024  # open ones of one connection
+MAX_UNSENT_BYTES: Final = 1 << 20  # of one connection, beyond what the socket queues
+QUEUED_FRAMES: Final = 1000  # in the socket, for one connection and each direction
+RETRY_S: Final = 0.02
+IDLE_BEATS: Final = 20  # a connection without requests gets every 20th beat, to find it gone
+HEARTBEAT_MS: Final = 2000  # of the transport, which finds dead machines
+
+
+class _IdOnly(msgspec.Struct):
+    """What an error needs of a submit that is otherwise malformed."""
+
+    id: int | None = None
+
+
+class _Request:
+    """One request of a connection; emits wait in `early` until Accepted is out."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit: Final = submit
+        self.generation: Generation | None = None
+        self.is_gone = False
+        self.early: list[Emit] | None = []
+        self.num_sent = len(submit.emitted) // 4  # output tokens the client has
+
+    def abort(self) -> None:
+        """Nobody wants it any more."""
+        self.is_gone = True
+        if self.generation is not None:
+            self.generation.abort()
+
+
+class _Connection:
+    """One client that said Hello."""
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity: Final = identity
+        self.requests: dict[int, _Request] = {}
+        self.unsent: deque[bytes] = deque()
+        self.num_unsent_bytes = 0
+
+
+class Door:
+    """The socket and its connections."""
+
+    def __init__(
+        self, service: Service, context: "zmq.Context[zmq.Socket[bytes]]", api_key: str
+    ) -> None:
+        self._service: Final = service
+        self._context: Final = context
+        self._api_key: Final = api_key.encode()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._fd = -1
+        self._connections: dict[bytes, _Connection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_drain_due = False
+        self._num_beats = 0
+        self.num_dropped = 0
+
+    def open(self, endpoint: str) -> str:
+        """Bind, and return the address with its real port; an empty endpoint leaves it closed."""
+        if not endpoint:
+            return ""
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_CLIENT_FRAME_BYTES),
+            (zmq.RCVHWM, QUEUED_FRAMES),
+            (zmq.SNDHWM, QUEUED_FRAMES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS),
+        ):
+            router.setsockopt(option, value)
+        router.bind(endpoint)
+        self._socket = router
+        self._fd = int(router.getsockopt(zmq.FD))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._fd, self._drain)
+        loop.call_later(BEAT_S, self._beat)
+        loop.call_later(RETRY_S, self._send_unsent)
+        return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def close(self) -> None:
+        """Abort every request and close the socket."""
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            self._socket.close(linger=0)
+            self._socket = None
+
+    # -- frames in -------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read all there is: the descriptor signals edges, and sending may swallow one."""
+        self._is_drain_due = False
+        while self._socket is not None:
+            try:
+                parts = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                self._take(parts[0], parts[1])
+            else:
+                self.num_dropped += 1
+
+    def _take(self, identity: bytes, frame: bytes) -> None:
+        connection = self._connections.get(identity)
+        try:
+            message = decode_to_server(frame)
+        except BadClientFrame as error:
+            self.num_dropped += 1
+            if connection is not None:
+                self._send(connection, _error(_id_of(frame), explain(str(error))))
+            return
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+        elif connection is None:
+            self.num_dropped += 1
+        elif isinstance(message, Submit):
+            self._submit(connection, message)
+        elif isinstance(message, Abort):
+            request = connection.requests.pop(message.id, None)
+            if request is not None:
+                request.abort()
+        else:
+            assert_never(message)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        connection = self._connections.get(identity) or _Connection(identity)
+        if hello.version != CLIENT_PROTOCOL:
+            text = f"this server speaks protocol {CLIENT_PROTOCOL}, not {hello.version}"
+            self._send(connection, _error(None, ApiError(400, text, param="version")))
+        elif not hmac.compare_digest(hello.api_key.encode(errors="replace"), self._api_key):
+            self._send(connection, _error(None, ApiError(401, "a valid API key is required")))
+        elif len(self._connections) >= MAX_CONNECTIONS:
+            self._send(connection, _error(None, ApiError(503, "too many connections")))
+        else:
+            self._connections[identity] = connection
+            config = self._service.config
+            model, length = config.served_model_names[0], config.max_model_len
+            welcome = Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length)
+            self._send(connection, welcome)
+
+    def _submit(self, connection: _Connection, submit: Submit) -> None:
+        if submit.id in connection.requests:
+            error = ApiError(409, f"request {submit.id} is open already", param="id")
+            logger.info("a client used the id of an open request again")
+            self._send(connection, _error(None, error))
+        elif len(connection.requests) >= MAX_REQUESTS:
+            error = ApiError(429, f"{MAX_REQUESTS} requests of this connection are open")
+            self._send(connection, _error(submit.id, error))
+        else:
+            request = _Request(submit)
+            connection.requests[submit.id] = request
+            task = asyncio.create_task(self._run(connection, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    # -- one request -----------------------------------------------------------------------------
+
+    async def _run(self, connection: _Connection, request: _Request) -> None:
+        request_id = request.submit.id
+        try:
+            with self._service.working():
+                last = await self._generate(connection, request)
+        except ApiError as error:
+            last = _error(request_id, error)
+        except Exception:  # the edge: a bug costs this request alone
+            logger.exception("a request over ZMQ failed")
+            last = _error(request_id, ApiError(500, "the server failed on this request"))
+        if request.generation is not None:
+            request.generation.abort()
+        if not request.is_gone:
+            del connection.requests[request_id]
+            self._send(connection, last)
+
+    async def _generate(self, connection: _Connection, request: _Request) -> ToClient:
+        submit = request.submit
+        self._service.check_open()
+        plan = await self._service.plan_client(
+            submit.params, _prompt_of(submit), submit.params.logprobs
+        )
+        emitted = _ids(submit.emitted, "emitted")
+        check_ids(emitted, self._service.limits, "emitted")
+        if len(emitted) > plan.sampling[0].max_tokens:
+            raise ApiError(400, "emitted: is longer than max_tokens", param="emitted")
+        generation = self._service.generation(plan)
+        if request.is_gone:
+            raise ApiError(499, "aborted")
+        request.generation = generation
+
+        def sink(choice: Choice, delta: Delta) -> None:
+            self._emit(connection, request, delta)
+
+        self._service.start(generation, sink, emitted)
+        await generation.accepted()
+        choice = generation.choices[0]
+        self._send(connection, _accepted(submit.id, choice))
+        early, request.early = request.early or [], None
+        for emit in early:
+            self._send(connection, emit)
+        await generation.done()
+        assert choice.finish_reason is not None, "a generation is done with its last delta"
+        return Finished(
+            id=submit.id,
+            finish_reason=choice.finish_reason,
+            num_prompt_tokens=choice.num_prompt_tokens,
+            num_output_tokens=choice.num_output_tokens,
+            num_cached_tokens=choice.cached,
+        )
+
+    def _emit(self, connection: _Connection, request: _Request, delta: Delta) -> None:
+        if not delta.token_ids and not delta.text:
+            return
+        emit = Emit(
+            id=request.submit.id,
+            first=request.num_sent,
+            tokens=array("i", delta.token_ids).tobytes(),
+            text=delta.text,
+            logprobs=delta.logprobs,
+        )
+        request.num_sent += len(delta.token_ids)
+        if request.early is not None:
+            request.early.append(emit)
+        else:
+            self._send(connection, emit)
+
+    # -- frames out ------------------------------------------------------------------------------
+
+    def _send(self, connection: _Connection, message: ToClient) -> None:
+        frame = encode_client(message)
+        if not connection.unsent and self._try_send(connection, frame):
+            return
+        connection.unsent.append(frame)
+        connection.num_unsent_bytes += len(frame)
+        if connection.num_unsent_bytes > MAX_UNSENT_BYTES:
+            logger.info("a ZMQ client does not read: its requests are aborted")
+            self._drop(connection)
+
+    def _try_send(self, connection: _Connection, frame: bytes) -> bool:
+        """Send one frame; False when the client is behind. One that left is dropped."""
+        if self._socket is None:
+            return True
+        if not self._is_drain_due:  # sending can swallow the descriptor's next signal
+            self._is_drain_due = True
+            asyncio.get_running_loop().call_soon(self._drain)
+        try:
+            self._socket.send_multipart([connection.identity, frame], zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop(connection)
+        return True
+
+    def _send_unsent(self) -> None:
+        if self._socket is None:
+            return
+        for connection in list(self._connections.values()):
+            while connection.unsent and self._try_send(connection, connection.unsent[0]):
+                if connection.unsent:  # not dropped meanwhile
+                    connection.num_unsent_bytes -= len(connection.unsent.popleft())
+        asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
+
+    def _beat(self) -> None:
+        if self._socket is None:
+            return
+        self._num_beats += 1
+        for connection in list(self._connections.values()):
+            if connection.requests or self._num_beats % IDLE_BEATS == 0:
+                self._send(connection, Beat())
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _drop(self, connection: _Connection) -> None:
+        """The client left, or does not read: free what it asked for."""
+        self._connections.pop(connection.identity, None)
+        requests, connection.requests = connection.requests, {}
+        connection.unsent.clear()
+        for request in requests.values():
+            request.abort()
+
+
+def _prompt_of(submit: Submit) -> str | list[int]:
+    if bool(submit.prompt) == bool(submit.prompt_ids):
+        raise ApiError(400, "prompt: give either prompt or prompt_ids", param="prompt")
+    return submit.prompt or _ids(submit.prompt_ids, "prompt_ids")
+
+
+def _ids(column: bytes, param: str) -> list[int]:
+    if len(column) % 4:
+        raise ApiError(400, f"{param}: {len(column)} bytes are not whole int32 ids", param=param)
+    return unpack_ids(column)
+
+
+def _id_of(frame: bytes) -> int | None:
+    try:
+        return msgspec.msgpack.decode(frame, type=_IdOnly).id
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+
+
+def _accepted(request_id: int, choice: Choice) -> Accepted:
+    return Accepted(id=request_id, seed=choice.seed, num_prompt_tokens=choice.num_prompt_tokens)
+
+
+def _error(request_id: int | None, error: ApiError) -> Error:
+    return Error(
+        id=request_id,
+        status=error.status,
+        message=error.message,
+        param=error.param,
+        code=error.code,
+    )
