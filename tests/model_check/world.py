@@ -19,6 +19,7 @@ from nvserve.protocol.messages import (
     FinishReason,
     ModelOutput,
     Refused,
+    SchedulerOutput,
     StepDone,
     StepFailed,
     Submit,
@@ -39,7 +40,9 @@ class Entry:
     emitted: list[int] = field(default_factory=list)
     answer: Accepted | Refused | None = None
     finish: FinishReason = FinishReason.NONE
+    ended_by: set[FinishReason] = field(default_factory=set)  # asked for from outside
     cached: int = -1
+    reference: tuple[list[int], FinishReason] | None = None
 
 
 def reference(submit: Submit, limits: Limits) -> tuple[list[int], FinishReason]:
@@ -74,6 +77,7 @@ class World:
         self.num_preempted = 0
         self.broken: list[EpochBroken] = []
         self.is_frontend_blocked = False
+        self.frontend_life = FRONTEND_LIFE
         self.start_core()
         self.worker = FakeWorker(
             num_blocks=num_blocks, block_size=limits.block_size, vocab_size=limits.vocab_size
@@ -82,7 +86,7 @@ class World:
 
     def start_core(self) -> None:
         self.replies = Replies(CORE_LIFE)
-        self.replies.restart(FRONTEND_LIFE)
+        self.replies.restart(self.frontend_life)
         self.scheduler = Scheduler(self.limits, self.replies, b"a key for tests!")
 
     # -- the frontend
@@ -101,7 +105,7 @@ class World:
         self.next_id += 1
         self.now += 0.001
         return Submit(
-            frontend_life=FRONTEND_LIFE,
+            frontend_life=self.frontend_life,
             core_life=CORE_LIFE,
             request_id=self.next_id,
             prompt=pack_ids(prompt),
@@ -124,6 +128,9 @@ class World:
         return submit.request_id
 
     def end(self, request_id: int, reason: FinishReason) -> None:
+        """The frontend asks for the end of a request, which may have ended already."""
+        if request_id in self.journal:
+            self.journal[request_id].ended_by.add(reason)
         self.scheduler.end([request_id], reason)
         self.flush()
 
@@ -139,7 +146,7 @@ class World:
     def _receive(self, reply: Reply) -> bool:
         if self.is_frontend_blocked:
             return False
-        assert (reply.core_life, reply.frontend_life) == (CORE_LIFE, FRONTEND_LIFE)
+        assert (reply.core_life, reply.frontend_life) == (CORE_LIFE, self.frontend_life)
         match reply:
             case Accepted():
                 for request_id in reply.request_ids:
@@ -172,17 +179,38 @@ class World:
             self._compare(entry)
 
     def _compare(self, entry: Entry) -> None:
-        tokens, finish = reference(entry.submit, self.limits)
+        """Never a wrong token; the right end too, unless somebody asked for another."""
+        if entry.reference is None:
+            entry.reference = reference(entry.submit, self.limits)
+        tokens, finish = entry.reference
         assert entry.emitted == tokens[: len(entry.emitted)], f"wrong tokens: {entry}"
-        if entry.finish in (FinishReason.STOP, FinishReason.LENGTH):
-            is_complete = (entry.emitted, entry.finish) == (tokens, finish)
-            assert is_complete or entry.finish is FinishReason.STOP, f"wrong end: {entry}"
+        if entry.finish is FinishReason.NONE:
+            assert len(entry.emitted) < len(tokens), f"complete, but not ended: {entry}"
+        elif entry.finish is FinishReason.DEADLINE:
+            assert 0 < entry.submit.deadline <= self.now
+        elif entry.finish is FinishReason.ENGINE_FAULT:
+            assert self.broken
+        elif (entry.emitted, entry.finish) != (tokens, finish):
+            assert entry.finish in entry.ended_by, f"wrong end: {entry}"
+
+    def restart_frontend(self) -> None:
+        """The frontend dies with its journal; core frees what belonged to it."""
+        self.frontend_life += 1
+        self.journal.clear()
+        self.scheduler.drop_frontend()
+        self.replies.restart(self.frontend_life)
+
+    def expire(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+        self.scheduler.expire(self.now)
+        self.flush()
 
     # -- the workers
 
     def start_epoch(self) -> None:
         self.epoch += 1
-        self.sent: deque[object] = deque()
+        self.sent: deque[SchedulerOutput] = deque()
         self.reports: list[deque[ModelOutput | StepDone]] = [deque() for _ in range(self.tp_size)]
         self.worker.start_epoch(self.epoch)
         self.scheduler.start_epoch(
@@ -196,6 +224,10 @@ class World:
         if output is None:
             return False
         self.num_steps += 1
+        assert self.scheduler.batch is not None
+        num_tokens = len(self.scheduler.batch.decoding)
+        num_tokens += sum(output.chunks.counts) if output.chunks is not None else 0
+        assert 0 < num_tokens <= self.limits.max_num_batched_tokens
         self.sent.append(output)
         return True
 
@@ -203,7 +235,7 @@ class World:
         """The workers run the oldest step sent."""
         if not self.sent:
             return False
-        output = self.worker.run(self.sent.popleft())  # type: ignore[arg-type]
+        output = self.worker.run(self.sent.popleft())
         self.reports[0].append(output)
         for rank in range(1, self.tp_size):
             self.reports[rank].append(StepDone(output.epoch, output.step, rank, output.checksum))
