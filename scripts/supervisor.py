@@ -25,6 +25,7 @@ from nvserve.protocol.control import (
     StartEpoch,
     State,
 )
+from nvserve.protocol.progress import Snapshot
 from nvserve.scripts import listener
 from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
 from nvserve.scripts.children import PROGRAMS, Child, Programs
@@ -271,7 +272,7 @@ class Supervisor:
                     "pid": child.pid,
                     "rank": members[child.id].rank,
                     "is_ready": members[child.id].is_ready,
-                    "page": None if (page := child.page()) is None else page._asdict(),
+                    "page": describe_page(child.page()),
                 }
                 for child in self._children.values()
             ],
@@ -298,6 +299,11 @@ class Supervisor:
             for line in write_report(end.code, end.reason, list(self._accidents)):
                 self._display.error(line)
         return end.code
+
+
+def describe_page(page: Snapshot | None) -> dict[str, object] | None:
+    """A progress page for the status, its phase by name."""
+    return None if page is None else page._asdict() | {"phase": page.phase.name.lower()}
 
 
 def limits_of(config: Config) -> Limits:
