@@ -123,7 +123,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Router) -> None:
         config = uvicorn.Config(
-            app.__call__,
+            app,
+            interface="asgi3",
             http=BoundedProtocol,
             ws="none",
             lifespan="off",

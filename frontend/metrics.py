@@ -8,7 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nvserve.protocol.control import Condition
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from nvserve.frontend.generation import Generation
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series, as in vLLM
 
 _REGISTRY: Final = CollectorRegistry()
 _SECONDS: Final = (

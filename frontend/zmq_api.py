@@ -97,6 +97,7 @@ class Door:
         self._connections: dict[bytes, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_drain_due = False
+        self._is_retry_due = False
         self._num_beats = 0
         self.num_dropped = 0
 
@@ -121,7 +122,6 @@ class Door:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._fd, self._drain)
         loop.call_later(BEAT_S, self._beat)
-        loop.call_later(RETRY_S, self._send_unsent)
         return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def close(self) -> None:
@@ -277,6 +277,7 @@ class Door:
         if not connection.unsent and self._try_send(connection, frame):
             return
         connection.unsent.append(frame)
+        self._retry_later()
         connection.num_unsent_bytes += len(frame)
         if connection.num_unsent_bytes > MAX_UNSENT_BYTES:
             logger.info("a ZMQ client does not read: its requests are aborted")
@@ -299,14 +300,19 @@ class Door:
             self._drop(connection)
         return True
 
+    def _retry_later(self) -> None:
+        if not self._is_retry_due:
+            self._is_retry_due = True
+            asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
+
     def _send_unsent(self) -> None:
-        if self._socket is None:
-            return
+        self._is_retry_due = False
         for connection in list(self._connections.values()):
             while connection.unsent and self._try_send(connection, connection.unsent[0]):
                 if connection.unsent:  # not dropped meanwhile
                     connection.num_unsent_bytes -= len(connection.unsent.popleft())
-        asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
+            if connection.unsent:
+                self._retry_later()
 
     def _beat(self) -> None:
         if self._socket is None:

@@ -1,0 +1,383 @@
+"""Python clients of the ZMQ door, sync and async: submit, stream, abort, resume.
+
+    with Client("tcp://127.0.0.1:8001") as client:
+        for piece in client.stream("To be, or", max_tokens=64):
+            print(piece.text, end="")
+
+When the server (or the connection) is replaced, open requests are submitted again with the ids they
+hold and go on without a repeated or missing token. No wait is without a limit. A client is not
+shared between threads.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import zmq
+import zmq.asyncio
+
+from nvserve.frontend.client_session import Piece, Request, RequestError, Result, Session
+from nvserve.protocol.client_messages import (
+    CLIENT_PROTOCOL,
+    SILENCE_S,
+    ClientParams,
+    Hello,
+    ToServer,
+    decode_to_client,
+    encode_client,
+)
+
+CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
+TICK_S: Final = 0.1  # between looks at the clock while waiting
+RETRY_S: Final = 1.0  # for one Hello to be answered before the next
+SEND_LIMIT_MS: Final = 5000
+
+
+class ServerGone(ConnectionError):
+    """No server answered within the limit."""
+
+
+class _Link:
+    """One DEALER socket and its monitor, replaced as a whole when the connection is lost."""
+
+    def __init__(self, context: "zmq.Context[Any]", endpoint: str, hello: Hello) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self.socket.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.opened = self.heard = time.monotonic()
+        self.is_welcome = False
+        self.hello = encode_client(hello)
+        self.socket.connect(endpoint)
+
+    def is_lost(self, is_waiting: bool) -> bool:
+        """Nothing came for too long: a greeting unanswered, or no beat for open requests."""
+        silent_s = time.monotonic() - self.heard
+        if not self.is_welcome:
+            return silent_s > RETRY_S
+        return is_waiting and silent_s > SILENCE_S
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+def _params(fields: dict[str, Any]) -> ClientParams:
+    """Keyword arguments as parameters; TypeError for a name there is none of."""
+    return ClientParams(**fields)
+
+
+class Client:
+    """A synchronous client: one thread, any number of open requests."""
+
+    def __init__(
+        self, endpoint: str, *, api_key: str = "", connect_limit_s: float = CONNECT_LIMIT_S
+    ) -> None:
+        self._endpoint: Final = endpoint
+        self._hello: Final = Hello(version=CLIENT_PROTOCOL, api_key=api_key)
+        self._connect_limit_s: Final = connect_limit_s
+        self._context: Final = zmq.Context()
+        self._session: Final = Session()
+        self._link: _Link | None = None
+        self._lost_since = time.monotonic()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: str | Sequence[int], *, emitted: Sequence[int] = (), **params: Any
+    ) -> Request:
+        """Send a request; read it with `pieces` or `result`. Returns without waiting.
+
+        With `emitted` (and the seed it had) a request of an earlier client goes on.
+        """
+        self._connect()
+        request = self._session.open(prompt, _params(params), emitted)
+        self._note_request()
+        self._send(request.submit)
+        return request
+
+    def pieces(self, request: Request, limit_s: float = 600.0) -> Iterator[Piece]:
+        """The request's output as it comes. Leaving the loop early aborts the request."""
+        deadline = time.monotonic() + limit_s
+        try:
+            while request.pieces or not request.is_over:
+                while request.pieces:
+                    yield request.pieces.popleft()
+                if not request.is_over:
+                    self._pump(deadline)
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.abort(request)
+
+    def result(self, request: Request, limit_s: float = 600.0) -> Result:
+        """Wait for the end of the request."""
+        for _ in self.pieces(request, limit_s):
+            pass
+        return request.result()
+
+    def stream(
+        self, prompt: str | Sequence[int], *, limit_s: float = 600.0, **params: Any
+    ) -> Iterator[Piece]:
+        """Submit, and yield the output as it comes."""
+        return self.pieces(self.submit(prompt, **params), limit_s)
+
+    def generate(
+        self, prompt: str | Sequence[int], *, limit_s: float = 600.0, **params: Any
+    ) -> Result:
+        """Submit, and wait for the whole output."""
+        return self.result(self.submit(prompt, **params), limit_s)
+
+    def abort(self, request: Request) -> None:
+        """End a request; harmless when it is over."""
+        message = self._session.close(request)
+        if message is not None and self._link is not None:
+            self._send(message)
+
+    # -- connection ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave; the server aborts what is open."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        """Have a connection that was welcomed."""
+        if self._link is None:
+            self._lost_since = time.monotonic()
+            self._relink()
+        assert self._link is not None, "just opened"
+        while not self._link.is_welcome:
+            self._pump(time.monotonic() + self._connect_limit_s)
+
+    def _note_request(self) -> None:
+        if self._link is not None and len(self._session.requests) == 1:
+            self._link.heard = time.monotonic()  # an idle server sends no beats
+
+    def _relink(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = _Link(self._context, self._endpoint, self._hello)
+        self._link.socket.send(self._link.hello)
+
+    def _send(self, message: ToServer) -> None:
+        assert self._link is not None, "requests follow a connection"
+        if self._link.is_welcome:  # otherwise the Welcome brings everything open
+            self._link.socket.send(encode_client(message))
+
+    def _pump(self, deadline: float) -> None:
+        """Wait a moment for messages and apply them; replace a lost connection."""
+        link = self._link
+        assert link is not None, "requests follow a connection"
+        if time.monotonic() > deadline:
+            raise TimeoutError("no answer within the limit")
+        poller = zmq.Poller()
+        poller.register(link.socket, zmq.POLLIN)
+        poller.register(link.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(int(TICK_S * 1000)))
+        if link.socket in ready:
+            self._receive(link)
+        elif link.monitor in ready or link.is_lost(bool(self._session.requests)):
+            if link.is_welcome:
+                self._lost_since = time.monotonic()
+            self._check_lost_time()
+            self._relink()
+
+    def _receive(self, link: _Link) -> None:
+        while True:
+            try:
+                frame = link.socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            link.heard = time.monotonic()
+            self._session.take(decode_to_client(frame))
+            if self._session.welcome is not None and not link.is_welcome:
+                link.is_welcome = True
+                for submit in self._session.resubmit():
+                    self._send(submit)
+
+    def _check_lost_time(self) -> None:
+        lost_s = time.monotonic() - self._lost_since
+        if lost_s > self._connect_limit_s:
+            raise ServerGone(f"no server at {self._endpoint} for {lost_s:.0f} s")
+
+
+class AsyncClient:
+    """The same on asyncio: one task reads, every request is awaited on its own."""
+
+    def __init__(
+        self, endpoint: str, *, api_key: str = "", connect_limit_s: float = CONNECT_LIMIT_S
+    ) -> None:
+        self._endpoint: Final = endpoint
+        self._hello: Final = Hello(version=CLIENT_PROTOCOL, api_key=api_key)
+        self._connect_limit_s: Final = connect_limit_s
+        self._context: Final = zmq.asyncio.Context()
+        self._session: Final = Session()
+        self._link: _Link | None = None
+        self._news: dict[int, asyncio.Event] = {}
+        self._welcome: Final = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    async def submit(
+        self, prompt: str | Sequence[int], *, emitted: Sequence[int] = (), **params: Any
+    ) -> Request:
+        """Send a request; read it with `pieces` or `result`."""
+        await self._connect()
+        request = self._session.open(prompt, _params(params), emitted)
+        self._news[request.submit.id] = asyncio.Event()
+        if self._link is not None and len(self._session.requests) == 1:
+            self._link.heard = time.monotonic()  # an idle server sends no beats
+        await self._send(request.submit)
+        return request
+
+    async def pieces(self, request: Request, limit_s: float = 600.0) -> AsyncIterator[Piece]:
+        """The request's output as it comes. Closing the iterator early aborts the request."""
+        news = self._news[request.submit.id]
+        try:
+            async with asyncio.timeout(limit_s):
+                while request.pieces or not request.is_over:
+                    while request.pieces:
+                        yield request.pieces.popleft()
+                    if request.is_over:
+                        continue
+                    if self._failure is not None:
+                        raise self._failure
+                    await news.wait()
+                    news.clear()
+            if request.error is not None:
+                raise request.error
+        finally:
+            await self.abort(request)
+
+    async def result(self, request: Request, limit_s: float = 600.0) -> Result:
+        """Wait for the end of the request."""
+        async for _ in self.pieces(request, limit_s):
+            pass
+        return request.result()
+
+    async def stream(
+        self, prompt: str | Sequence[int], *, limit_s: float = 600.0, **params: Any
+    ) -> AsyncIterator[Piece]:
+        """Submit, and yield the output as it comes."""
+        request = await self.submit(prompt, **params)
+        async for piece in self.pieces(request, limit_s):
+            yield piece
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, limit_s: float = 600.0, **params: Any
+    ) -> Result:
+        """Submit, and wait for the whole output."""
+        return await self.result(await self.submit(prompt, **params), limit_s)
+
+    async def abort(self, request: Request) -> None:
+        """End a request; harmless when it is over."""
+        self._news.pop(request.submit.id, None)
+        message = self._session.close(request)
+        if message is not None and self._link is not None:
+            await self._send(message)
+
+    # -- connection ------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Leave; the server aborts what is open."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._context.destroy(linger=0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _connect(self) -> None:
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        async with asyncio.timeout(self._connect_limit_s):
+            while self._failure is None and self._session.welcome is None:
+                self._welcome.clear()
+                await self._welcome.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _send(self, message: ToServer) -> None:
+        link = self._link
+        if link is not None and link.is_welcome:
+            await link.socket.send(encode_client(message))
+
+    async def _read(self) -> None:
+        """One connection after another, until none can be had or the server refuses us."""
+        try:
+            lost_since = time.monotonic()
+            while time.monotonic() - lost_since < self._connect_limit_s:
+                if await self._serve_link():
+                    lost_since = time.monotonic()
+            self._failure = ServerGone(
+                f"no server at {self._endpoint} for {self._connect_limit_s:g} s"
+            )
+        except RequestError as error:
+            self._failure = error
+        finally:
+            self._wake_all()
+
+    async def _serve_link(self) -> bool:
+        """Open a connection and read it until it is lost; whether it was welcomed."""
+        link = self._link = _Link(self._context, self._endpoint, self._hello)
+        try:
+            await link.socket.send(link.hello)
+            poller = zmq.asyncio.Poller()
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+            while True:
+                ready = dict(await poller.poll(int(TICK_S * 1000)))
+                if link.socket in ready:
+                    await self._receive(link)
+                elif link.monitor in ready or link.is_lost(bool(self._session.requests)):
+                    return link.is_welcome
+        finally:
+            link.close()
+
+    async def _receive(self, link: _Link) -> None:
+        frame = await link.socket.recv()
+        link.heard = time.monotonic()
+        request = self._session.take(decode_to_client(frame))
+        if request is not None and request.submit.id in self._news:
+            self._news[request.submit.id].set()
+        if self._session.welcome is not None and not link.is_welcome:
+            link.is_welcome = True
+            for submit in self._session.resubmit():
+                await self._send(submit)
+            self._welcome.set()
+
+    def _wake_all(self) -> None:
+        self._welcome.set()
+        for news in self._news.values():
+            news.set()

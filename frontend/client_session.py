@@ -1,0 +1,178 @@
+"""What both Python clients share: the open requests and what each message does to them.
+
+Pure: messages in, pieces and messages out. After a new connection `resubmit` gives the messages
+that make every open request go on where it stands. Knows no socket and no clock.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from nvserve.protocol.client_messages import (
+    Abort,
+    Accepted,
+    Beat,
+    ClientParams,
+    Emit,
+    Error,
+    Finished,
+    Submit,
+    ToClient,
+    TokenLogprob,
+    Welcome,
+)
+from nvserve.protocol.messages import pack_ids, unpack_ids
+
+
+class RequestError(Exception):
+    """The server refused or failed a request; `status` as over HTTP."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(f"{error.status}: {error.message}")
+        self.status = error.status
+        self.message = error.message
+        self.param = error.param
+        self.code = error.code
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """New output of one request."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A finished request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    seed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One open request. `output` holds every id received, so it can be submitted again."""
+
+    submit: Submit
+    seed: int | None = None
+    output: "array[int]" = field(default_factory=lambda: array("i"))
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    pieces: deque[Piece] = field(default_factory=deque)  # not taken by the caller yet
+    num_submits: int = 1
+    finished: Finished | None = None
+    error: RequestError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+    def result(self) -> Result:
+        """All of it; raises RequestError when it failed."""
+        if self.error is not None:
+            raise self.error
+        assert self.finished is not None, "the request is over"
+        return Result(
+            text="".join(self.texts),
+            token_ids=self.output.tolist(),
+            finish_reason=self.finished.finish_reason,
+            seed=self.seed or 0,
+            num_prompt_tokens=self.finished.num_prompt_tokens,
+            num_output_tokens=self.finished.num_output_tokens,
+            num_cached_tokens=self.finished.num_cached_tokens,
+            logprobs=self.logprobs or None,
+        )
+
+
+class Session:
+    """The open requests of one client."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self.welcome: Welcome | None = None
+        self._counter = 0
+
+    def open(
+        self,
+        prompt: str | Sequence[int],
+        params: ClientParams,
+        emitted: Sequence[int] = (),
+    ) -> Request:
+        """A new request; the caller sends its `submit`. `emitted` ids are not put out again."""
+        self._counter += 1
+        is_text = isinstance(prompt, str)
+        submit = Submit(
+            id=self._counter,
+            prompt=prompt if isinstance(prompt, str) else "",
+            prompt_ids=b"" if is_text else pack_ids([int(token) for token in prompt]),
+            params=params,
+            emitted=pack_ids(list(emitted)),
+        )
+        request = Request(submit, seed=params.seed, output=array("i", emitted))
+        self.requests[submit.id] = request
+        return request
+
+    def close(self, request: Request) -> Abort | None:
+        """Forget a request; the message to send when the server still works on it."""
+        if self.requests.pop(request.submit.id, None) is None or request.is_over:
+            return None
+        return Abort(id=request.submit.id)
+
+    def take(self, message: ToClient) -> Request | None:
+        """Apply a message: the request that has news. An error of the connection is raised."""
+        match message:
+            case Welcome():
+                self.welcome = message
+                return None
+            case Beat():
+                return None
+            case Error(id=None):
+                raise RequestError(message)
+        request = self.requests.get(message.id) if message.id is not None else None
+        if request is None:
+            return None  # aborted by us; this was under way
+        match message:
+            case Accepted():
+                request.seed = message.seed
+            case Emit():
+                _take_emit(request, message)
+            case Finished():
+                request.finished = message
+                del self.requests[message.id]
+            case Error():
+                request.error = RequestError(message)
+                del self.requests[request.submit.id]
+        return request
+
+    def resubmit(self) -> list[Submit]:
+        """A new connection knows nothing: what makes every open request go on."""
+        self.welcome = None
+        return [_continued(request) for request in self.requests.values()]
+
+
+def _take_emit(request: Request, emit: Emit) -> None:
+    tokens = unpack_ids(emit.tokens)
+    assert emit.first == len(request.output), f"{emit.first} follows {len(request.output)} tokens"
+    request.output.extend(tokens)
+    request.texts.append(emit.text)
+    request.logprobs.extend(emit.logprobs or ())
+    request.pieces.append(Piece(emit.text, tokens, emit.logprobs))
+
+
+def _continued(request: Request) -> Submit:
+    request.num_submits += 1
+    params = msgspec.structs.replace(request.submit.params, seed=request.seed)
+    request.submit = msgspec.structs.replace(
+        request.submit, params=params, emitted=request.output.tobytes()
+    )
+    return request.submit

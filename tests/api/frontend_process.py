@@ -1,0 +1,121 @@
+"""The real frontend process under a launcher's end of the control channel, for tests."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from api.fake_core import FakeCore
+
+from nvserve.protocol.channel import ControlChannel
+from nvserve.protocol.codec import decode_from_child, encode
+from nvserve.protocol.config import Config, ModelFacts
+from nvserve.protocol.control import Condition, Drain, Peers, Ready, Role, Setup, State
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = str(ROOT / "scripts" / "demo_model")
+MODEL_NAME = "demo"
+T = TypeVar("T")
+
+
+def make_config(**changes: Any) -> Config:
+    facts = ModelFacts("LlamaForCausalLM", 1024, 6, 4, 4096, 0, [1])
+    base = Config(
+        model=DEMO_MODEL,
+        facts=facts,
+        served_model_names=[MODEL_NAME],
+        max_model_len=512,
+        zmq_endpoint="tcp://127.0.0.1:*",
+        log_level="warning",
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+class FrontendProcess:
+    """Started, told its Setup, and connected to fake cores as a test wants."""
+
+    def __init__(self, *, api_key: str = "", life: int = 0, **changes: Any) -> None:
+        self.life = life
+        self._folder = tempfile.TemporaryDirectory(prefix="nvs")
+        self.launch_dir = self._folder.name
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._listener.getsockname()[1]
+        self._core_life = -1
+        self.core: FakeCore | None = None
+        self.process: subprocess.Popen[bytes]
+        self.control: ControlChannel
+        self._start(make_config(**changes), api_key)
+
+    def _start(self, config: Config, api_key: str) -> None:
+        self.control, theirs = ControlChannel.pair()
+        fds = (theirs.fileno(), self._listener.fileno())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nvserve.frontend.main", str(fds[0]), str(os.getpid())],
+            pass_fds=fds,
+            env=os.environ | {"PYTHONPATH": str(ROOT / ".src"), "PYTHONSAFEPATH": "1"},
+            cwd=ROOT,
+        )
+        theirs.close()
+        setup = Setup(
+            config=config,
+            role=Role.FRONTEND,
+            life=self.life,
+            launch_dir=self.launch_dir,
+            api_key=api_key,
+            listen_fd=fds[1],
+        )
+        self.control.send(encode(setup))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def expect(self, message_type: type[T], limit_s: float = 20.0) -> T:
+        """The next control message of this type; others before it are skipped."""
+        deadline = time.monotonic() + limit_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            select.select([self.control], [], [], left_s)
+            frame = self.control.receive()
+            message = decode_from_child(frame) if frame else None
+            if isinstance(message, message_type):
+                return message
+        raise AssertionError(f"no {message_type.__name__} within {limit_s} s")
+
+    def ready(self) -> Ready:
+        return self.expect(Ready)
+
+    def new_core(self) -> FakeCore:
+        """Kill the present core, if any, and give the frontend the next life of it."""
+        if self.core is not None:
+            self.core.kill()
+        self._core_life += 1
+        core = self.core = FakeCore(self.launch_dir, self.life, self._core_life)
+        self.control.send(encode(Peers(self.life, self._core_life)))
+        self.tell(State.READY)
+        return core
+
+    def tell(self, state: State, reason: str = "") -> None:
+        self.control.send(encode(Condition(state, reason)))
+
+    def drain(self, timeout_s: float) -> None:
+        self.control.send(encode(Drain(timeout_s)))
+
+    def close(self) -> None:
+        if self.core is not None:
+            self.core.kill()
+        self.control.close()  # the frontend leaves with its launcher
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5.0)
+            raise
+        finally:
+            self._listener.close()
+            self._folder.cleanup()
