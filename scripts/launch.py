@@ -67,8 +67,7 @@ def _load_defaults(context: click.Context, _: click.Parameter, path: Path | None
 
 
 def _spellings(param: click.Parameter) -> list[str]:
-    names = [*param.opts, *param.secondary_opts]
-    return [name.removeprefix("--") for name in names if not name.startswith("--no-")]
+    return [name.removeprefix("--") for name in param.opts]
 
 
 def _refuse_key(context: click.Context, param: click.Parameter, value: str | None) -> None:

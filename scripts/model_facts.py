@@ -44,10 +44,11 @@ def read_model(path: Path, *, needs_weights: bool = True) -> Model:
     config = _read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"--model {path}: no tokenizer.json")
+    generation = path / "generation_config.json"
+    model = _model_of(path, config, _read_json(generation) if generation.is_file() else {})
     if needs_weights and not any(path.glob("*.safetensors")):
         raise ModelError(f"--model {path}: no *.safetensors weights (or use --load-format dummy)")
-    generation = path / "generation_config.json"
-    return _model_of(path, config, _read_json(generation) if generation.is_file() else {})
+    return model
 
 
 def check_split(model: Model, tp_size: int) -> None:

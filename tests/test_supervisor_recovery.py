@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,14 +117,14 @@ class World:
                 case Start(child):
                     self.alive.append(child)
                     if child not in self.mute:
-                        self.answers.append(lambda c=child: self.hear(c, Ready()))
+                        self.answers.append(partial(self.hear, child, Ready()))
                 case Kill(child):
                     self.killed.append(child)
                     if not self.undying:
-                        self.answers.append(lambda c=child: self.die(c))
+                        self.answers.append(partial(self.die, child))
                 case Send():
                     self.sent.append(action)
-                    self.answers.append(lambda order=action: self.answer(order))
+                    self.answers.append(partial(self.answer, action))
                 case Note(text):
                     self.notes.append(text)
                 case End():
@@ -171,9 +172,9 @@ class World:
         ranks = sorted(m.rank for m in self.policy.members.values() if m.is_worker)
         assert ranks == list(range(self.limits.tp_size))
         assert all(m.joined_epoch == epoch for m in self.policy.members.values() if m.is_worker)
-        starts = [o for o in self.sent if isinstance(o.message, StartEpoch)]
-        assert starts[-1].child == self.one(CORE)
-        assert starts[-1].message.epoch == epoch
+        last = [order for order in self.sent if isinstance(order.message, StartEpoch)][-1]
+        assert last.child == self.one(CORE)
+        assert self.orders(StartEpoch)[-1].epoch == epoch
         assert self.orders(Peers)[-1] == Peers(self.one(FRONTEND).life, self.one(CORE).life)
         assert self.orders(Condition)[-1].state is State.READY
 
@@ -225,11 +226,11 @@ def test_the_server_is_not_ready_before_its_frontend() -> None:
     world = make_world()
     world.mute = {ChildId(FRONTEND, 0)}
     world.start()
-    assert world.policy.state is State.LOADING
+    assert world.orders(Condition)[-1].state is State.LOADING
     assert world.orders(Peers) == []
     world.hear(ChildId(FRONTEND, 0), Ready())
     world.check()
-    assert world.policy.state is State.READY
+    assert world.orders(Condition)[-1].state is State.READY
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def kill(server: Server, name: str, number: signal.Signals = signal.SIGKILL) -> 
     os.kill(server.pids()[name], number)
 
 
+def has_title(pid: int, expected: str) -> bool:
+    return title(pid) == expected
+
+
 def restarts(server: Server) -> dict[str, int]:
     counts: dict[str, int] = server.status()["restarts"]
     return counts
@@ -57,7 +62,7 @@ def test_a_launch_becomes_ready_and_its_processes_carry_titles(launch: Launches)
     assert status["num_kv_blocks"] == 100  # the minimum over ranks
     assert title(server.pid) == "nvserve: launcher"
     for name, pid in server.pids().items():
-        wait_for(f"title of {name}", lambda n=name, p=pid: title(p) == f"nvserve: {n}")
+        wait_for(f"title of {name}", partial(has_title, pid, f"nvserve: {name}"))
 
 
 def test_frontend_and_core_are_introduced_to_each_other(launch: Launches) -> None:

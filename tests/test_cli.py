@@ -1,0 +1,285 @@
+"""The command line: fast help, flags to Config, one clear line for an error."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from process.server import environment
+
+from nvserve.scripts import cli
+from nvserve.scripts.launch import UsageError, build_config, launch
+from nvserve.scripts.model_facts import DEMO_MODEL
+
+SETTINGS: dict[str, Any] = {
+    "served_model_names": (),
+    "tp_size": 1,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "zmq_port": None,
+    "device": "cpu",
+    "dtype": "auto",
+    "load_format": "auto",
+    "max_model_len": None,
+}
+
+
+def config_of(path: Path | None = None, *, has_key: bool = False, **settings: Any) -> Any:
+    return build_config(path, SETTINGS | settings, has_key=has_key)
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    """A model folder without weights, of the demo's shape but for the changes."""
+    config = json.loads((DEMO_MODEL / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.group, list(arguments), prog_name="nvserve")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["bench", "--help"]])
+def test_help_is_fast_and_loads_no_engine(arguments: list[str]) -> None:
+    code = (
+        "import sys, time; begun = time.process_time()\n"
+        "from nvserve.scripts.cli import group\n"
+        f"group({arguments!r}, standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'starlette'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(time.process_time() - begun)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout
+    assert float(done.stdout.splitlines()[-1]) < 0.3
+
+
+def test_every_listed_command_exists() -> None:
+    for group in (cli.COMMANDS, cli.BENCHMARKS):
+        for module, attribute, _ in group.values():
+            assert getattr(importlib.import_module(module), attribute).get_short_help_str()
+
+
+def test_the_demo_model_is_the_default() -> None:
+    config = config_of()
+    assert config.model == str(DEMO_MODEL.resolve())
+    assert config.served_model_names == ["demo"]
+    assert config.dtype == "float32"
+    assert config.max_model_len == config.facts.context_len
+    assert config.facts.eos_token_ids
+
+
+def test_a_folder_is_served_under_its_own_name_or_the_given_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "little"
+    folder.mkdir()
+    make_model(folder)
+    assert config_of(folder, load_format="dummy").served_model_names == ["little"]
+    named = config_of(folder, load_format="dummy", served_model_names=("a", "b"))
+    assert named.served_model_names == ["a", "b"]
+
+
+def test_the_models_own_dtype_is_taken_on_a_gpu_in_old_and_new_spelling(tmp_path: Path) -> None:
+    make_model(tmp_path, dtype=None, torch_dtype="float16")
+    assert config_of(tmp_path, load_format="dummy", device="cuda").dtype == "float16"
+    make_model(tmp_path, dtype="bfloat16", torch_dtype=None)
+    assert config_of(tmp_path, load_format="dummy", device="cuda").dtype == "bfloat16"
+
+
+def test_end_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
+    make_model(tmp_path, eos_token_id=3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    assert config_of(tmp_path, load_format="dummy").facts.eos_token_ids == [7, 3]
+
+
+def test_a_model_without_end_or_begin_token_is_fine(tmp_path: Path) -> None:
+    make_model(tmp_path, eos_token_id=None, bos_token_id=None)
+    facts = config_of(tmp_path, load_format="dummy").facts
+    assert (facts.bos_token_id, facts.eos_token_ids) == (-1, [])
+
+
+def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
+    make_model(tmp_path, num_key_value_heads=None, num_attention_heads=6)
+    assert config_of(tmp_path, load_format="dummy").facts.num_kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("query", "kv", "tp_size", "fits"),
+    [(8, 4, 4, True), (8, 4, 8, True), (8, 2, 4, True), (8, 4, 3, False), (6, 3, 4, False),
+     (8, 3, 2, False), (12, 4, 6, False), (8, 4, 16, False), (8, 1, 8, True)],
+)  # fmt: skip
+def test_heads_are_split_evenly_or_refused(
+    tmp_path: Path, query: int, kv: int, tp_size: int, fits: bool
+) -> None:
+    make_model(tmp_path, num_attention_heads=query, num_key_value_heads=kv)
+    if fits:
+        assert config_of(tmp_path, load_format="dummy", tp_size=tp_size).tp_size == tp_size
+        return
+    with pytest.raises(UsageError) as refused:
+        config_of(tmp_path, load_format="dummy", tp_size=tp_size)
+    assert str(refused.value) == f"--tp {tp_size} cannot split {kv} KV heads / {query} query heads"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tp_size": 0}, "--tp: expected `int` >= 1"),
+        ({"port": 70000}, "--port: expected `int` <= 65535"),
+        ({"num_spares": 2}, "--spares: expected `int` <= 1"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: expected `float` <= 1.0"),
+        ({"hang_timeout_s": -1.0}, "--hang-timeout: expected `float` >= 0.0"),
+        ({"max_model_len": 10**6}, "--max-model-len 1000000 is more than the model's context"),
+        ({"num_kv_blocks": 1}, "--num-kv-blocks 1 leaves none to use"),
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 can be reached from other machines"),
+        ({"host": "127.evil.example"}, "can be reached from other machines"),
+    ],
+)
+def test_a_wrong_value_names_its_flag(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        config_of(**settings)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_a_loopback_address_needs_no_key(host: str) -> None:
+    assert config_of(host=host).host == host
+
+
+def test_an_open_address_is_served_with_a_key_or_when_told_so() -> None:
+    assert config_of(host="0.0.0.0", has_key=True).host == "0.0.0.0"
+    assert config_of(host="0.0.0.0", disable_auth=True).disable_auth
+
+
+def test_the_zmq_door_is_closed_unless_asked_for() -> None:
+    assert config_of().zmq_endpoint == ""
+    assert config_of(zmq_port=5555).zmq_endpoint == "tcp://127.0.0.1:5555"
+
+
+def break_model(folder: Path, how: str) -> None:
+    match how:
+        case "config":
+            (folder / "config.json").unlink()
+        case "json":
+            (folder / "config.json").write_text("{")
+        case "array":
+            (folder / "config.json").write_text("[]")
+        case "deep":
+            (folder / "config.json").write_text("[" * 100_000)
+        case "architecture":
+            make_model(folder, architectures=["GPT2LMHeadModel"])
+        case "sizes":
+            make_model(folder, num_hidden_layers="4")
+        case "weights":
+            pass
+        case _:
+            (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("config", "no config.json"),
+        ("json", "config.json"),
+        ("array", "not a JSON object"),
+        ("deep", "config.json"),
+        ("architecture", "architecture GPT2LMHeadModel is not supported"),
+        ("sizes", "num_hidden_layers must be a positive integer, not 4"),
+        ("weights", "no *.safetensors weights"),
+        ("tokenizer", "no tokenizer.json"),
+    ],
+)
+def test_a_broken_model_folder_is_refused_in_one_line(tmp_path: Path, how: str, words: str) -> None:
+    break_model(make_model(tmp_path), how)
+    result = run("launch", "--model", str(tmp_path), "--port", "0")
+    assert result.exit_code == 2
+    [line] = result.output.splitlines()
+    assert line.startswith("Error: ")
+    assert words in line
+
+
+def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
+    result = run("launch", "--model", str(tmp_path / "nowhere"))
+    assert result.exit_code == 2
+    assert "no such folder" in result.output
+
+
+def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
+    result = run("launch", "--api-key", "sesame-open")
+    assert result.exit_code == 2
+    assert "NVSERVE_API_KEY" in result.output
+    assert "sesame" not in result.output
+
+
+@pytest.mark.parametrize("text", ["", "short", "ümlaut-key-long"])
+def test_an_unusable_key_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    result = run("launch", "--api-key-file", str(path), "--port", "0")
+    assert result.exit_code == 2
+
+
+def settings_from(path: Path, *flags: str) -> dict[str, Any]:
+    context = launch.make_context("launch", ["--config", str(path), *flags])
+    return context.params
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", 'tp = 2\nmax-num-seqs = 7\nno_auth = true\nserved-model-name = ["x", "y"]\n'),
+        ("c.json", '{"tensor_parallel_size": 2, "max_num_seqs": 7, "no-auth": true, '
+                   '"served_model_name": ["x", "y"]}'),
+    ],
+)  # fmt: skip
+def test_a_file_may_hold_any_flag_and_the_command_line_wins(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    params = settings_from(path)
+    assert (params["tp_size"], params["max_num_seqs"], params["disable_auth"]) == (2, 7, True)
+    assert params["served_model_names"] == ("x", "y")
+    assert settings_from(path, "--max-num-seqs", "9")["max_num_seqs"] == 9
+
+
+@pytest.mark.parametrize("text", ["max-seqs = 1", "api-key = 'sesame-open'", "= 3", "config = 'x'"])
+def test_a_file_with_an_unknown_setting_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    result = run("launch", "--config", str(path))
+    assert result.exit_code == 2
+    assert "sesame" not in result.output
+
+
+def test_a_false_switch_in_a_file_turns_it_off(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("enable-prefix-caching = false")
+    assert settings_from(path)["enable_prefix_caching"] is False
+
+
+def test_version_is_told() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    assert result.output.strip()
+
+
+def test_generate_says_when_nobody_answers() -> None:
+    begun = time.monotonic()
+    result = run("generate", "x", "--endpoint", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9" in result.output
+    assert time.monotonic() - begun < 10.0
+
+
+def test_launch_flags_and_an_endpoint_exclude_each_other() -> None:
+    result = run("generate", "x", "--endpoint", "http://127.0.0.1:9", "--tp", "2")
+    assert result.exit_code == 2
