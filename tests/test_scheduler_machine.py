@@ -1,0 +1,122 @@
+"""The scheduler with a fake worker as a state machine; hypothesis shrinks what it breaks."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from model_check.world import World, make_limits
+
+from nvserve.protocol.messages import FinishReason
+
+LONGEST = 20
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every rule is something that can happen to core; the world checks what comes out."""
+
+    @initialize(
+        budget=st.sampled_from([1, 7, 16]),
+        has_prefix_cache=st.booleans(),
+        num_blocks=st.integers(LONGEST // 2 + 1, 30),
+        tp_size=st.integers(1, 2),
+    )
+    def start(self, budget: int, has_prefix_cache: bool, num_blocks: int, tp_size: int) -> None:
+        limits = make_limits(
+            max_num_batched_tokens=budget,
+            has_prefix_cache=has_prefix_cache,
+            max_model_len=LONGEST,
+            block_size=2,
+            max_num_seqs=3,
+            max_bypasses=2,
+        )
+        self.world = World(limits, num_blocks=num_blocks, tp_size=tp_size)
+
+    @rule(
+        length=st.integers(1, LONGEST - 1),
+        token=st.integers(2, 3),
+        max_tokens=st.integers(0, LONGEST),
+        priority=st.integers(-1, 1),
+        must_wait=st.booleans(),
+        strikes=st.sampled_from([0, 0, 0, 1]),
+    )
+    def submit(
+        self,
+        length: int,
+        token: int,
+        max_tokens: int,
+        priority: int,
+        must_wait: bool,
+        strikes: int,
+    ) -> None:
+        request_id = self.world.submit(
+            [token] * length, max_tokens=max_tokens, priority=priority, strikes=strikes
+        )
+        if must_wait and request_id in self.world.scheduler.requests:
+            self.world.request(request_id).must_wait = True
+
+    @rule(count=st.integers(1, 6))
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            self.world.send()
+            self.world.send()
+            self.world.work()
+            for rank in range(self.world.tp_size):
+                self.world.deliver(rank)
+
+    @rule()
+    def plan(self) -> None:
+        self.world.send()
+
+    @rule()
+    def work(self) -> None:
+        self.world.work()
+
+    @rule(rank=st.integers(0, 1))
+    def deliver(self, rank: int) -> None:
+        self.world.deliver(rank % self.world.tp_size)
+
+    @rule(back=st.integers(0, 5), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def end(self, back: int, reason: FinishReason) -> None:
+        self.world.end(self.world.next_id - back, reason)
+
+    @rule()
+    def start_epoch(self) -> None:
+        self.world.start_epoch()
+
+    @rule()
+    def fail_step(self) -> None:
+        self.world.fail_step()
+
+    @rule()
+    def restart_core(self) -> None:
+        self.world.restart_core()
+
+    @rule()
+    def restart_frontend(self) -> None:
+        self.world.restart_frontend()
+
+    @rule(is_blocked=st.booleans())
+    def block_frontend(self, is_blocked: bool) -> None:
+        self.world.is_frontend_blocked = is_blocked
+        self.world.flush()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.is_frontend_blocked = False
+            self.world.flush()
+            self.world.run()
+            self.world.flush()
+            assert not self.world.journal, "a request has no final emit"
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
