@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import zmq
 import zmq.asyncio
 
-from nvserve.frontend.client_session import Piece, Request, RequestError, Result, Session
+from nvserve.frontend.client_session import Piece, Request, Result, Session
 from nvserve.protocol.client_messages import (
     CLIENT_PROTOCOL,
     SILENCE_S,
@@ -175,6 +175,7 @@ class Client:
     def _relink(self) -> None:
         if self._link is not None:
             self._link.close()
+        self._session.lose()
         self._link = _Link(self._context, self._endpoint, self._hello)
         self._link.socket.send(self._link.hello)
 
@@ -302,9 +303,6 @@ class AsyncClient:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
         self._context.destroy(linger=0)
 
     async def __aenter__(self) -> Self:
@@ -343,13 +341,14 @@ class AsyncClient:
             self._failure = ServerGone(
                 f"no server at {self._endpoint} for {self._connect_limit_s:g} s"
             )
-        except RequestError as error:
+        except Exception as error:  # the edge of this task: who waits is told
             self._failure = error
         finally:
             self._wake_all()
 
     async def _serve_link(self) -> bool:
         """Open a connection and read it until it is lost; whether it was welcomed."""
+        self._session.lose()
         link = self._link = _Link(self._context, self._endpoint, self._hello)
         try:
             await link.socket.send(link.hello)
@@ -363,6 +362,7 @@ class AsyncClient:
                 elif link.monitor in ready or link.is_lost(bool(self._session.requests)):
                     return link.is_welcome
         finally:
+            self._link = None
             link.close()
 
     async def _receive(self, link: _Link) -> None:

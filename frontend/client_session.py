@@ -154,9 +154,12 @@ class Session:
                 del self.requests[request.submit.id]
         return request
 
+    def lose(self) -> None:
+        """The connection is gone; the next one begins with a Welcome of its own."""
+        self.welcome = None
+
     def resubmit(self) -> list[Submit]:
         """A new connection knows nothing: what makes every open request go on."""
-        self.welcome = None
         return [_continued(request) for request in self.requests.values()]
 
 
