@@ -244,7 +244,7 @@ def decode_shape(dtype: torch.dtype, head_dim: int, num_requests: int) -> Decode
         return DecodeShape(tile=32, warps=4, stages=5, programs_per_sm=2)
     if num_requests <= 48:
         return DecodeShape(tile=128, warps=4, stages=3, programs_per_sm=2)
-    return DecodeShape(tile=64, warps=4, stages=5, programs_per_sm=3)
+    return DecodeShape(tile=64, warps=4, stages=3, programs_per_sm=4)
 
 
 def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -> torch.Tensor:

@@ -1,0 +1,219 @@
+"""The layer references against independent formulas, and the dispatch without a GPU."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nvserve.kernels import activation, attention, matmul, norm, reference, rope
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_rms_norm_is_torch_rms_norm() -> None:
+    x, weight = torch.randn(3, 5, 64), torch.randn(64)
+    assert torch.allclose(norm.rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
+
+
+def test_rms_norm_of_bfloat16_rounds_once() -> None:
+    x, weight = torch.randn(4, 256).bfloat16(), torch.randn(256).bfloat16()
+    exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-6)
+    assert torch.equal(norm.rms_norm(x, weight, 1e-6), exact.float().bfloat16())
+
+
+def test_add_rms_norm_updates_the_residual_in_place_and_normalizes_what_it_stored() -> None:
+    x, residual = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    weight, expected = torch.randn(64).bfloat16(), x + residual
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert total is residual
+    assert torch.equal(residual, expected)
+    assert torch.equal(normed, norm.rms_norm(expected, weight, 1e-6))
+
+
+def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:
+    gate_up = torch.randn(6, 40)
+    expected = F.silu(gate_up[:, :20]) * gate_up[:, 20:]
+    assert torch.allclose(activation.silu_and_mul(gate_up), expected)
+
+
+def test_fused_linears_are_their_parts_in_sequence() -> None:
+    x, residual, gain = torch.randn(3, 32), torch.randn(3, 32), torch.randn(32)
+    weight, bias = torch.randn(10, 32), torch.randn(10)
+    expected_sum = x + residual
+    expected = F.linear(F.rms_norm(expected_sum, (32,), gain, 1e-6), weight, bias)
+    out, total = matmul.add_rms_norm_linear(x, residual, gain, 1e-6, weight, bias)
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert torch.equal(total, expected_sum)
+    out, total = matmul.add_rms_norm_linear(x, None, gain, 1e-6, weight)
+    assert total is x
+    assert torch.allclose(out, F.linear(F.rms_norm(x, (32,), gain, 1e-6), weight), atol=1e-5)
+    gate_up = torch.randn(3, 64)
+    expected = F.linear(F.silu(gate_up[:, :32]) * gate_up[:, 32:], weight)
+    assert torch.allclose(matmul.silu_mul_linear(gate_up, weight), expected, atol=1e-5)
+
+
+# -- rope ------------------------------------------------------------------------------------------
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4
+
+
+def cos_sin_table(num_positions: int) -> torch.Tensor:
+    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    angles = torch.outer(torch.arange(num_positions).float(), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def write_tokens(
+    qkv: torch.Tensor, positions: torch.Tensor, gain: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, the caches and the slots after one call on scattered slots."""
+    caches = [torch.zeros(9, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM) for _ in "kv"]
+    slots = torch.randperm(9 * BLOCK_SIZE)[: len(qkv)]
+    heads = (NUM_HEADS, NUM_KV_HEADS)
+    table = cos_sin_table(50)
+    q = rope.qk_norm_rope_cache(
+        qkv, positions, table, gain, gain, 1e-6, caches[0], caches[1], slots, *heads
+    )
+    return q, caches[0], caches[1], slots
+
+
+def test_rope_multiplies_pairs_as_complex_numbers() -> None:
+    qkv = torch.randn(5, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    positions = torch.tensor([0, 3, 49, 7, 7], dtype=torch.int32)
+    q, keys, values, slots = write_tokens(qkv, positions)
+    heads = qkv.view(5, -1, HEAD_DIM)
+    pairs = torch.complex(heads[..., : HEAD_DIM // 2], heads[..., HEAD_DIM // 2 :])
+    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    turn = torch.polar(torch.ones(5, HEAD_DIM // 2), positions[:, None] * frequencies)
+    turned = pairs * turn[:, None]
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    assert torch.allclose(q, expected[:, :NUM_HEADS], atol=1e-5)
+    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+    assert torch.allclose(flat_keys[slots], expected[:, NUM_HEADS:-NUM_KV_HEADS], atol=1e-5)
+    assert torch.equal(flat_values[slots], heads[:, -NUM_KV_HEADS:])
+
+
+def test_rope_leaves_every_other_slot_alone() -> None:
+    qkv = torch.randn(5, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    _, keys, values, slots = write_tokens(qkv, torch.arange(5))
+    untouched = torch.ones(9 * BLOCK_SIZE, dtype=torch.bool)
+    untouched[slots] = False
+    assert not keys.flatten(0, 1)[untouched].any()
+    assert not values.flatten(0, 1)[untouched].any()
+
+
+def test_qk_norm_comes_before_the_rotation_and_skips_values() -> None:
+    qkv = torch.randn(5, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    gain, positions = torch.rand(HEAD_DIM) + 0.5, torch.arange(5)
+    heads = qkv.view(5, -1, HEAD_DIM).clone()
+    normed = F.rms_norm(heads[:, :-NUM_KV_HEADS], (HEAD_DIM,), gain, 1e-6)
+    heads[:, :-NUM_KV_HEADS] = normed
+    torch.manual_seed(1)
+    out = write_tokens(qkv, positions, gain)
+    torch.manual_seed(1)
+    expected = write_tokens(heads.flatten(1), positions)
+    for ours, theirs in zip(out, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+# -- attention -------------------------------------------------------------------------------------
+def paged(
+    keys: list[torch.Tensor], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches [.., K, D] whose blocks are shuffled (values = -keys), and the block tables."""
+    counts = [-(-len(each) // block_size) for each in keys]
+    order = (torch.randperm(sum(counts)) + 1).tolist()
+    cache = torch.full((sum(counts) + 1, block_size, *keys[0].shape[1:]), float("nan"))
+    tables = torch.zeros(len(keys), max(counts) + 2, dtype=torch.int32)
+    for row, each in enumerate(keys):
+        for index in range(counts[row]):
+            block = order.pop()
+            tables[row, index] = block
+            part = each[index * block_size : (index + 1) * block_size]
+            cache[block, : len(part)] = part
+    return cache, -cache, tables
+
+
+def test_paged_attention_is_dense_attention_of_each_request() -> None:
+    lengths, queries = [9, 1, 14, 6], [4, 1, 14, 2]
+    keys = [torch.randn(length, 2, 8) for length in lengths]
+    key_cache, value_cache, tables = paged(keys, 4)
+    q = torch.randn(sum(queries), 6, 8)
+    starts = torch.tensor([0, 4, 5, 19, 21], dtype=torch.int32)
+    meta = attention.AttentionMetadata(
+        starts, torch.tensor(lengths, dtype=torch.int32), tables, 14, tables.shape[1] * 4
+    )
+    backend = attention.select_backend(CPU, torch.float32, 8, 4)
+    out = backend.prefill(q, key_cache, value_cache, meta, 0.3)
+    for row, each in enumerate(keys):
+        part = q[starts[row] : starts[row + 1]].transpose(0, 1)
+        dense = each.repeat_interleave(3, dim=1).transpose(0, 1)
+        visible = torch.ones(queries[row], lengths[row], dtype=torch.bool)
+        visible = visible.tril(lengths[row] - queries[row])
+        expected = F.scaled_dot_product_attention(part, dense, -dense, visible, scale=0.3)
+        assert torch.allclose(
+            out[starts[row] : starts[row + 1]], expected.transpose(0, 1), atol=1e-5
+        )
+
+
+def test_decode_is_prefill_of_one_query_each_and_empty_rows_are_zero() -> None:
+    keys = [torch.randn(length, 1, 8) for length in (5, 1, 12)]
+    key_cache, value_cache, tables = paged(keys, 4)
+    lengths = torch.tensor([5, 0, 12], dtype=torch.int32)
+    starts = torch.arange(4, dtype=torch.int32)
+    meta = attention.AttentionMetadata(starts, lengths, tables, 1, 20)
+    q = torch.randn(3, 2, 8)
+    backend = attention.select_backend(CPU, torch.float32, 8, 4)
+    backend.plan_decode(meta, 2, 1, 8, 4, torch.float32)
+    out = backend.decode(q, key_cache, value_cache, meta, 0.5)
+    assert torch.equal(out, backend.prefill(q, key_cache, value_cache, meta, 0.5))
+    assert not out[1].any()
+    assert out[2].abs().sum() > 0
+
+
+def test_a_cpu_gets_torch_attention_and_a_reason_for_every_other() -> None:
+    assert attention.select_backend(CPU, torch.float32, 64, 16).name == "torch"
+    for name, reason in (("fa3", "CUDA"), ("fa2", "CUDA"), ("triton", ""), ("best", "fa2")):
+        with pytest.raises(ValueError, match=f"{name}.*{reason}"):
+            attention.select_backend(CPU, torch.bfloat16, 64, 16, name)
+
+
+def test_flash_attention_refusals_name_what_is_wrong() -> None:
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match="multiple of 256, not 16"):
+        attention.select_backend(gpu, torch.bfloat16, 64, 16, "fa2")
+    with pytest.raises(ValueError, match=r"16-bit values, not torch\.float32"):
+        attention.select_backend(gpu, torch.float32, 64, 256, "fa2")
+
+
+def test_kernels_import_without_triton() -> None:
+    modules = "activation attention dispatch matmul norm reference reference_sampling rope sampling"
+    code = (
+        "import sys, importlib; sys.modules['triton'] = None\n"
+        f"for name in '{modules}'.split(): importlib.import_module('nvserve.kernels.' + name)\n"
+        "import torch; from nvserve.kernels import norm\n"
+        "norm.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0)"
+    )
+    paths = [path for path in sys.path if path]
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"],
+        check=True,
+        timeout=120,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
+    )
+
+
+def test_reference_linear_accumulates_in_float32() -> None:
+    x, weight = torch.full((1, 4096), 0.1).bfloat16(), torch.ones(2, 4096).bfloat16()
+    bias = torch.tensor([0.0, 1.0]).bfloat16()
+    exact = x.double().sum().item()
+    out = reference.linear(x, weight, bias)
+    assert math.isclose(out[0, 0].item(), exact, rel_tol=4e-3)
+    assert out.dtype == torch.bfloat16
