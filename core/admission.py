@@ -22,8 +22,20 @@ class Admission:
 
     def __init__(self, limits: Limits) -> None:
         self._limits: Final = limits
+        self.held: Final[dict[int, Submit]] = {}  # unanswered until the size of the pool is known
 
-    def check_load(self, *, num_waiting: int, num_running: int) -> None:
+    def take(
+        self, submit: Submit, *, num_waiting: int, num_running: int, num_usable_blocks: int | None
+    ) -> Request | None:
+        """The request of a submit, None when it is held; RequestRefused names field and numbers."""
+        if not submit.is_replay:
+            self._check_load(num_waiting + len(self.held), num_running)
+        if num_usable_blocks is None:
+            self.held[submit.request_id] = submit
+            return None
+        return self._make_request(submit, num_usable_blocks)
+
+    def _check_load(self, num_waiting: int, num_running: int) -> None:
         """Refuse when more would wait than the limit and the free slots allow."""
         num_free_slots = self._limits.max_num_seqs - num_running
         if num_waiting >= self._limits.max_queued_requests + num_free_slots:
@@ -35,8 +47,7 @@ class Admission:
                 RETRY_AFTER_S,
             )
 
-    def make_request(self, submit: Submit, num_usable_blocks: int) -> Request:
-        """The request of a submit; RequestRefused names the field and both numbers."""
+    def _make_request(self, submit: Submit, num_usable_blocks: int) -> Request:
         self._check_ranges(submit)
         prompt = self._ids("prompt", submit.prompt)
         emitted = self._ids("emitted", submit.emitted)

@@ -11,6 +11,9 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: Final[list[tuple[float, int]]] = []  # UNIX seconds, request id
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def add(self, deadline: float, request_id: int, alive: Container[int]) -> None:
         """`alive` holds the ids that still matter."""
         heapq.heappush(self._heap, (deadline, request_id))

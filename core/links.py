@@ -8,18 +8,15 @@ from typing import Final, TypeVar
 
 import zmq
 
+from nvserve.core.step_ledger import Report
 from nvserve.protocol import channel
 from nvserve.protocol.channel import Inbox, Outbox
 from nvserve.protocol.codec import BadFrame, Decoder, decode_from_worker, decode_to_core, encode
 from nvserve.protocol.messages import (
     Abort,
     Finish,
-    Gap,
     Hello,
-    ModelOutput,
     SchedulerOutput,
-    StepDone,
-    StepFailed,
     Submit,
     ToFrontend,
 )
@@ -111,7 +108,7 @@ class WorkerLinks:
         self.inbox = None
         self._outboxes = []
 
-    def receive(self) -> Iterator[ModelOutput | StepDone | StepFailed | Gap]:
+    def receive(self) -> Iterator[Report]:
         """The reports that have arrived; a Hello is noted."""
         for message in _receive(self, self.inbox, decode_from_worker):
             if not isinstance(message, Hello):

@@ -16,20 +16,11 @@ from nvserve.core.metrics import Counters
 from nvserve.core.prefix_cache import BlockHasher
 from nvserve.core.replies import Replies
 from nvserve.core.request import Phase, Request
-from nvserve.core.step_ledger import MAX_IN_FLIGHT, Step, StepLedger
+from nvserve.core.step_ledger import MAX_IN_FLIGHT, Report, Step, StepLedger
 from nvserve.core.suspects import Suspects
 from nvserve.core.waiting_queue import WaitingQueue
 from nvserve.protocol.control import EpochBroken
-from nvserve.protocol.messages import (
-    FinishReason,
-    Gap,
-    ModelOutput,
-    RefusalKind,
-    SchedulerOutput,
-    StepDone,
-    StepFailed,
-    Submit,
-)
+from nvserve.protocol.messages import FinishReason, RefusalKind, SchedulerOutput, Submit
 
 
 class Scheduler:
@@ -54,39 +45,38 @@ class Scheduler:
         self.last_step_time = 0.0  # UNIX seconds of the last commit
         self.requests: Final[dict[int, Request]] = {}  # all that are not finished
         self.waiting: Final = WaitingQueue(limits.max_bypasses)
-        self.held: Final[dict[int, Submit]] = {}  # unanswered until the size of the pool is known
-        self.batch: Batch | None = None  # None until then
+        self.batch: Batch | None = None  # None until the size of the pool is known
         self.ledger: StepLedger | None = None  # None between epochs
 
     # -- requests in -----------------------------------------------------------------------------
 
     def submit(self, message: Submit) -> None:
         """Accept or refuse a request; a replay is never refused for load."""
-        if message.request_id in self.requests or message.request_id in self.held:
+        if message.request_id in self.requests or message.request_id in self._admission.held:
             self.counters.dropped += 1
             return
+        batch = self.batch
         try:
-            if not message.is_replay:
-                num_waiting = len(self.waiting) + len(self.held)
-                num_running = len(self.batch) if self.batch else 0
-                self._admission.check_load(num_waiting=num_waiting, num_running=num_running)
-            if self.batch is None:
-                self.held[message.request_id] = message
-                return
-            request = self._admission.make_request(message, self.batch.tables.pool.num_usable)
+            request = self._admission.take(
+                message,
+                num_waiting=len(self.waiting),
+                num_running=len(batch) if batch is not None else 0,
+                num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
+            )
         except RequestRefused as refusal:
             self._refuse(message, refusal)
             return
-        self.counters.recovered += message.is_replay
-        self._accept(request)
+        if request is not None:
+            self.counters.recovered += message.is_replay
+            self._accept(request)
 
     def end(self, request_ids: list[int], reason: FinishReason) -> None:
         """Finish requests from outside; unknown ids are counted."""
         for request_id in request_ids:
             if request_id in self.requests:
                 self._end(self.requests[request_id], reason)
-            elif request_id in self.held:
-                submit = self.held.pop(request_id)
+            elif request_id in self._admission.held:
+                submit = self._admission.held.pop(request_id)
                 self._refuse(submit, RequestRefused("", "aborted", RefusalKind.DRAINING))
             else:  # it finished meanwhile: a benign race
                 self.counters.dropped += 1
@@ -102,7 +92,7 @@ class Scheduler:
         """Free everything a frontend left behind; nobody is there to be told."""
         for request in list(self.requests.values()):
             self._finish(request, FinishReason.ABORT)
-        self.held.clear()
+        self._admission.held.clear()
 
     def _refuse(self, message: Submit, refusal: RequestRefused) -> None:
         self.counters.refused += 1
@@ -114,8 +104,7 @@ class Scheduler:
         self._replies.accept(request.request_id)
         self.requests[request.request_id] = request
         self.waiting.add(request)
-        reason = request.finish_reason()
-        if reason is not FinishReason.NONE:  # nothing to compute, or a replay of a complete output
+        if reason := request.finish_reason():  # nothing to do, or the replay of a complete output
             self._end(request, reason)
             return
         if request.deadline:
@@ -147,8 +136,8 @@ class Scheduler:
         tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
         self.batch = Batch(self._limits.max_num_seqs, tables)
         self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
-        held = list(self.held.values())
-        self.held.clear()
+        held = list(self._admission.held.values())
+        self._admission.held.clear()
         for message in held:
             self.submit(message)
 
@@ -164,9 +153,7 @@ class Scheduler:
             request.ready_step = 0
         self.counters.note_cache(self.batch.tables)
 
-    def report(
-        self, message: ModelOutput | StepDone | StepFailed | Gap, now: float
-    ) -> EpochBroken | None:
+    def report(self, message: Report, now: float) -> EpochBroken | None:
         """Take a worker's answer and commit what is complete; says so when it ends the epoch."""
         ledger = self.ledger
         if ledger is None or message.epoch != ledger.epoch:

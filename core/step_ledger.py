@@ -14,6 +14,8 @@ from nvserve.protocol.messages import Gap, ModelOutput, StepDone, StepFailed, un
 
 MAX_IN_FLIGHT: Final = 2
 
+Report = ModelOutput | StepDone | StepFailed | Gap  # of a rank, about one step
+
 
 @dataclass(slots=True, eq=False)
 class Step:
@@ -67,7 +69,7 @@ class StepLedger:
             requests |= dict.fromkeys(request for request, _, _ in one.chunks)
         return [request for request in requests if not request.is_finished]
 
-    def report(self, message: ModelOutput | StepDone | StepFailed | Gap) -> bool:
+    def report(self, message: Report) -> bool:
         """Note a rank's answer; False for a repeated one. EpochFault when it is wrong."""
         match message:
             case StepFailed():

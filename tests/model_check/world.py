@@ -74,7 +74,8 @@ class World:
         self.now = 1_000.0
         self.epoch = -1
         self.num_steps = 0
-        self.num_preempted = 0
+        self.num_preempted = 0  # and hits, by schedulers that are gone
+        self.num_hit_tokens = 0
         self.broken: list[EpochBroken] = []
         self.is_frontend_blocked = False
         self.frontend_life = FRONTEND_LIFE
@@ -263,6 +264,9 @@ class World:
 
     def restart_core(self) -> None:
         """Core dies; the frontend resubmits its journal to the next one, in a new epoch."""
+        self.scheduler.leave_epoch()  # only so that its counters are complete
+        self.num_preempted += self.scheduler.counters.preempted
+        self.num_hit_tokens += self.scheduler.counters.hit_tokens
         self.start_core()
         self.start_epoch()
         for entry in self.journal.values():
