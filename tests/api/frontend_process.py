@@ -1,5 +1,7 @@
 """The real frontend process under a launcher's end of the control channel, for tests."""
 
+import http.client
+import json
 import os
 import select
 import socket
@@ -46,8 +48,10 @@ class FrontendProcess:
         self.launch_dir = self._folder.name
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._listener.getsockname()[1]
+        self.endpoint = ""  # of the ZMQ door, set from Ready
         self._core_life = -1
         self.core: FakeCore | None = None
+        self.last_headers: http.client.HTTPMessage
         self.process: subprocess.Popen[bytes]
         self.control: ControlChannel
         self._start(make_config(**changes), api_key)
@@ -86,6 +90,34 @@ class FrontendProcess:
             if isinstance(message, message_type):
                 return message
         raise AssertionError(f"no {message_type.__name__} within {limit_s} s")
+
+    def wait_connected(self, limit_s: float = 5.0) -> None:
+        """Until /ready is 200: core's Hello has arrived."""
+        deadline = time.monotonic() + limit_s
+        while self.get("/ready")[0] != 200:
+            assert time.monotonic() < deadline, f"not ready within {limit_s} s"
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self.request("GET", path)
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+        """A JSON (or raw bytes) body; the answer must be JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} | headers
+        status, answer = self.request("POST", path, raw, headers)
+        return status, json.loads(answer)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            self.last_headers = answer.headers
+            return answer.status, answer.read()
+        finally:
+            connection.close()
 
     def ready(self) -> Ready:
         return self.expect(Ready)
