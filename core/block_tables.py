@@ -45,7 +45,7 @@ class BlockTables:
         request.blocks = hits + self.pool.allocate(num_new)
         if request.num_cached < 0:
             request.num_cached = min(len(hits) * self._block_size, request.num_prompt)
-            self.num_looked_up_tokens += num_tokens
+            self.num_looked_up_tokens += num_tokens if self._hasher is not None else 0
             self.num_hit_tokens += len(hits) * self._block_size
         request.prefill_end = num_tokens
         request.num_planned = request.num_prefilled = len(hits) * self._block_size

@@ -79,12 +79,12 @@ class Emission:
         self.firsts.append(request.num_output)
 
     def _add_scores(self, step: Step, scores: list[Logprobs | None]) -> None:
-        """Prompt logprobs by chunk; a position scored before a preemption is not sent twice."""
+        """Prompt logprobs by chunk, each position once: a resumed request scores some again."""
         index_of = {request.request_id: index for index, request in enumerate(self.requests)}
         for (request, _, _), score in zip(step.chunks, scores, strict=True):
             if request.is_finished or score is None:
                 continue
-            fresh = logprobs.starting_at(score, request.num_scored)
+            fresh = logprobs.between(score, request.num_scored, request.num_prompt)
             if fresh is None:
                 continue
             request.num_scored = fresh.rows[-1] + 1

@@ -41,11 +41,11 @@ def join(left: Logprobs | None, right: Logprobs | None, *, shift: int = 0) -> Lo
     )
 
 
-def starting_at(logprobs: Logprobs, position: int) -> Logprobs | None:
-    """The rows from a position on; None when there is none."""
+def between(logprobs: Logprobs, start: int, end: int) -> Logprobs | None:
+    """The rows from position `start` up to `end`; None when there is none."""
     kept: Logprobs | None = None
     for row, piece in split(logprobs).items():
-        if row >= position:
+        if start <= row < end:
             kept = join(kept, piece, shift=row)
-            position = row + 1  # rows ascend; a doubled or unsorted one is dropped
+            start = row + 1  # rows ascend; a doubled or unsorted one is dropped
     return kept

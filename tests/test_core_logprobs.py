@@ -36,9 +36,9 @@ def test_join_undoes_split() -> None:
 
 
 def test_positions_already_sent_are_left_out() -> None:
-    rest = logprobs.starting_at(make_rows([3, 4, 5], [1, 1, 1]), 4)
+    rest = logprobs.between(make_rows([3, 4, 5, 6], [1, 1, 1, 1]), 4, 6)
     assert rest == make_rows([4, 5], [1, 1])
-    assert logprobs.starting_at(make_rows([3], [1]), 4) is None
+    assert logprobs.between(make_rows([3], [1]), 4, 9) is None
 
 
 def commit(world: World, output: ModelOutput) -> Emits:
@@ -85,6 +85,19 @@ def test_prompt_logprobs_come_with_their_chunk_and_only_once() -> None:
     again = ModelOutput(1, *[getattr(output, name) for name in output.__struct_fields__[1:]])
     assert world.scheduler.report(again, 0.0) is None
     assert len(world.replies) == 0
+
+
+def test_output_computed_again_after_a_preemption_is_no_prompt() -> None:
+    world = make_world()
+    world.submit([2] * 3, max_tokens=5, prompt_logprobs=1, ignore_eos=True)
+    world.send()
+    emits = commit(world, answer(0, [7], prompt_logprobs=[make_rows([1, 2], [1, 1])]))
+    assert emits.prompt_logprobs == [make_rows([1, 2], [1, 1])]
+    world.start_epoch()
+    world.send()
+    output = answer(0, [8], prompt_logprobs=[make_rows([1, 2, 3], [1, 1, 1])])
+    again = ModelOutput(1, *[getattr(output, name) for name in output.__struct_fields__[1:]])
+    assert commit(world, again).prompt_logprobs is None
 
 
 def test_a_request_with_prompt_logprobs_computes_its_whole_prompt() -> None:

@@ -35,3 +35,12 @@ def test_random_traffic_gets_its_reference_tokens(
     if num_blocks == 18 and budget > 1:  # a budget of 1 runs about one request at a time
         assert num_preempted > 100, "the pool was never short"
     assert (num_hit_tokens > 0) == has_prefix_cache
+
+
+def test_equal_events_give_equal_decisions_whatever_the_hash_key() -> None:
+    checksums = set()
+    for hash_key in (b"one", b"other"):
+        world = World(make_limits(), num_blocks=18, hash_key=hash_key)
+        Traffic(world, seed=3).run(500)
+        checksums.add(world.worker.frames_checksum)
+    assert len(checksums) == 1

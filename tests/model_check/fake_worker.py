@@ -48,6 +48,7 @@ class FakeWorker:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.cells: dict[tuple[int, int], tuple[int, int, int]] = {}  # epoch, position, token
+        self.frames_checksum = 0  # of all steps so far
         self.start_epoch(-1)
 
     def start_epoch(self, epoch: int) -> None:
@@ -56,12 +57,11 @@ class FakeWorker:
         self.next_step = 0
         self.rows: dict[int, Row] = {}
         self.decoding: list[int] = []
-        self.last_frame_bytes = 0
 
     def run(self, output: SchedulerOutput) -> ModelOutput:
         """One step, over the wire."""
         frame = encode(output)
-        self.last_frame_bytes = len(frame)
+        self.frames_checksum = zlib.crc32(frame, self.frames_checksum)
         received = decode_to_worker(frame)
         assert isinstance(received, SchedulerOutput)
         assert (received.epoch, received.step) == (self.epoch, self.next_step)

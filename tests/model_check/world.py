@@ -64,8 +64,16 @@ def reference(submit: Submit, limits: Limits) -> tuple[list[int], FinishReason]:
 class World:
     """One launch. `send`, `work` and `deliver` move messages; `run` does all until the end."""
 
-    def __init__(self, limits: Limits, *, num_blocks: int = 65, tp_size: int = 1) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        num_blocks: int = 65,
+        tp_size: int = 1,
+        hash_key: bytes = b"a key for tests",
+    ) -> None:
         self.limits = limits
+        self.hash_key = hash_key
         self.num_blocks = num_blocks
         self.tp_size = tp_size
         self.journal: dict[int, Entry] = {}
@@ -88,7 +96,7 @@ class World:
     def start_core(self) -> None:
         self.replies = Replies(CORE_LIFE)
         self.replies.restart(self.frontend_life)
-        self.scheduler = Scheduler(self.limits, self.replies, b"a key for tests!")
+        self.scheduler = Scheduler(self.limits, self.replies, self.hash_key)
 
     # -- the frontend
 
