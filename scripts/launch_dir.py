@@ -1,13 +1,15 @@
 """The private directory of one launch: made, found again and swept.
 
 It holds sockets, progress pages and the group's file store. A lock file tells whether its launcher
-lives: the lock goes with the process, in whatever container it ran.
+lives: the lock goes with the process, in whatever container it ran. A launcher that is killed
+cannot remove its directory: a shell that waits for its end does, and the next launch does for both.
 """
 
 import fcntl
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +22,8 @@ MAX_NAME_BYTES: Final = 32  # the longest socket name in it, with the slash
 RANDOM_BYTES: Final = 8  # mkdtemp's part of the name
 YOUNG_S: Final = 60.0  # a directory without a lock may still be in the making
 FALLBACK: Final = "/tmp"
+SWEEPER: Final = 'read -r _; rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }'
+SWEEPER_LIMIT_S: Final = 10.0
 
 
 class LaunchDirError(RuntimeError):
@@ -36,9 +40,13 @@ class LaunchDir:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         making.rename(self.path / "lock")  # it appears locked: nobody can take us for stale
 
+        self._sweeper: Final = _start_sweeper(self.path)
+
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # the next launch sweeps what is left
+        shutil.rmtree(self.path, ignore_errors=True)  # the sweeper tries again
         os.close(self._lock)
+        if self._sweeper is not None:
+            self._sweeper.communicate(timeout=SWEEPER_LIMIT_S)
 
 
 def bases() -> list[Path]:
@@ -76,6 +84,21 @@ def _make() -> Path:
         except OSError as error:
             errors.append(f"{base}: {error.strerror}")
     raise LaunchDirError(f"no launch directory could be made ({'; '.join(errors)}); set TMPDIR")
+
+
+def _start_sweeper(path: Path) -> "subprocess.Popen[bytes] | None":
+    """A shell that removes the directory when our end of its standard input closes, however."""
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", SWEEPER, "nvserve-sweeper", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # a terminal's Ctrl-C or hang-up is not its end
+        )
+    except FileNotFoundError:  # no shell in this container: the next launch sweeps
+        return None
 
 
 def _is_ours(path: Path) -> bool:

@@ -61,7 +61,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(TMPDIR=str(self.tmpdir), **variables),
+            env=environment(**({"TMPDIR": str(self.tmpdir)} | variables)),
         )
         self.out: list[str] = []
         self.err: list[str] = []

@@ -320,6 +320,7 @@ def test_killing_the_launcher_takes_every_child_along_even_a_stopped_one(launch:
     server.signal(signal.SIGKILL)
     server.process.wait(5.0)
     server.wait_gone(limit_s=3.0)
+    wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), limit_s=3.0)
 
 
 def test_children_ignore_a_terminals_interrupt(launch: Launches) -> None:
