@@ -25,6 +25,14 @@ BENCHMARKS: Final[dict[str, tuple[str, str, str]]] = {
         "frontend",
         "Tokens streamed per second by the control path alone.",
     ),
+    "serve": ("nvserve.scripts.bench.serve", "serve", "Load on a running server, over HTTP."),
+    "throughput": (
+        "nvserve.scripts.bench.throughput",
+        "throughput",
+        "Offline throughput and the decode step by batch size.",
+    ),
+    "latency": ("nvserve.scripts.bench.latency", "latency", "One decode step, taken apart."),
+    "startup": ("nvserve.scripts.bench.startup", "startup", "Launch to ready, by phase."),
 }
 
 
