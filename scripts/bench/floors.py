@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
+from nvserve.scripts import python_child
 from nvserve.scripts.bench.model_shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -57,10 +58,14 @@ def measure_floors(
 ) -> Floors:
     """Floors of one rank's share, measured in a child process; NoFloor without a free GPU."""
     asked = {"config": shape.config_json(), "batches": batches, "context": context, "tp": tp_size}
-    command = [sys.executable, "-P", "-m", "nvserve.scripts.bench.floors"]
     try:
         run = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S
+            python_child.command("-m", "nvserve.scripts.bench.floors"),
+            input=json.dumps(asked),
+            env=python_child.environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired as error:
         raise NoFloor(f"not measured within {LIMIT_S:g} s") from error

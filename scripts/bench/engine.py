@@ -1,0 +1,229 @@
+"""The engine that the offline benchmarks measure: its flags, its model folder, its start.
+
+Workloads reach it through `generate_with`, which also proves that every token asked for came.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_folder
+from nvserve.scripts.bench.workloads import MAX_ID, Generate, Prompts
+from nvserve.scripts.embedded import LaunchFailed
+from nvserve.scripts.llm import LLM, SamplingParams
+from nvserve.scripts.model_facts import DEMO_MODEL
+
+REQUEST_LIMIT_S: Final = 3600.0  # for one workload
+
+
+class BenchError(click.ClickException):
+    """The engine cannot be measured; one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The flags of an engine; the names are those of `LLM`."""
+
+    model: str
+    tensor_parallel_size: int
+    device: str
+    dtype: str
+    load_format: str | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    num_kv_blocks: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    attention_backend: str
+    seed: int
+    is_verbose: bool
+
+    @staticmethod
+    def take(flags: dict[str, Any]) -> "EngineOptions":
+        """Take the engine's flags out of a command's."""
+        names = EngineOptions.__slots__
+        return EngineOptions(**{name: flags.pop(name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """The folder to serve."""
+
+    name: str
+    folder: Path
+    shape: ModelShape
+    load_format: str
+
+    @property
+    def max_id(self) -> int:
+        """The largest id that prompts may hold."""
+        return min(MAX_ID, self.shape.vocab_size - 1)
+
+
+@dataclass(slots=True)
+class Started:
+    """A running engine and how long its start took."""
+
+    llm: LLM
+    start_s: float  # until it could be asked
+    ready_s: float  # from starting the command to its ready line
+    details: list[str] = field(default_factory=list)
+
+
+def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Put the engine's flags on a click command."""
+    for flag in reversed(FLAGS):
+        command = flag(command)
+    return command
+
+
+FLAGS: Final = (
+    click.option("--model", default="demo", help=f"Folder, demo, or a shape: {', '.join(SHAPES)}."),
+    click.option("--tp", "tensor_parallel_size", default=1, help="Processes to split it over."),
+    click.option("--device", default="auto", help="auto, cpu, cuda or sim."),
+    click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16."),
+    click.option("--load-format", default=None, help="auto or dummy.  [default: shapes dummy]"),
+    click.option("--max-model-len", type=int, help="[default: what the workload needs]"),
+    click.option("--max-num-seqs", default=256, help="Requests running at once."),
+    click.option("--max-num-batched-tokens", type=int, help="Token budget of a step."),
+    click.option("--num-kv-blocks", default=0, help="Exact pool size, 0 to measure."),
+    click.option("--gpu-memory-utilization", default=0.9, help="Share of the card to use."),
+    click.option("--enforce-eager", is_flag=True, help="No CUDA graphs."),
+    click.option("--attention-backend", default="", help="Empty: the best one that works."),
+    click.option("--seed", default=0, help="Of dummy weights and of the workload."),
+    click.option("--verbose", "is_verbose", is_flag=True, help="Show the engine's own lines."),
+)
+
+
+def parse_numbers(text: str) -> list[int]:
+    """`1,8,32` as positive integers; click.BadParameter otherwise."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{text!r} is not a list of positive integers")
+    return numbers
+
+
+@contextmanager
+def bench_model(options: EngineOptions) -> Iterator[BenchModel]:
+    """The folder of --model; a shape's folder is written for the time of the benchmark."""
+    if options.model in SHAPES:
+        with tempfile.TemporaryDirectory(prefix="nvserve-bench-") as scratch:
+            shape = SHAPES[options.model]
+            folder = write_model_folder(shape, Path(scratch) / options.model)
+            yield BenchModel(options.model, folder, shape, options.load_format or "dummy")
+        return
+    folder = DEMO_MODEL if options.model == "demo" else Path(options.model)
+    try:
+        shape = ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        known = ", ".join(SHAPES)
+        raise BenchError(
+            f"--model {options.model}: no model folder, and none of {known}"
+        ) from error
+    yield BenchModel(options.model, folder, shape, options.load_format or "auto")
+
+
+@contextmanager
+def started_engine(
+    model: BenchModel, options: EngineOptions, *, needed_len: int
+) -> Iterator[Started]:
+    """An engine whose requests may be `needed_len` tokens long; gone afterwards."""
+    begun_s = time.perf_counter()
+    try:
+        llm = LLM(
+            model.folder,
+            tensor_parallel_size=options.tensor_parallel_size,
+            device=options.device,
+            dtype=options.dtype,
+            load_format=model.load_format,
+            max_model_len=options.max_model_len or needed_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            num_kv_blocks=options.num_kv_blocks,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            enforce_eager=options.enforce_eager,
+            attention_backend=options.attention_backend,
+            seed=options.seed,
+            is_verbose=options.is_verbose,
+        )
+    except LaunchFailed as error:
+        raise BenchError(str(error)) from error
+    with llm:
+        start_s = time.perf_counter() - begun_s
+        yield Started(llm, start_s, llm.announcement.start_s, llm.announcement.details)
+
+
+def generate_with(llm: LLM) -> Generate:
+    """The engine as the workloads call it; an answer of another length is a BenchError."""
+
+    def generate(prompts: Prompts, max_tokens: list[int], temperature: float) -> None:
+        params = [
+            SamplingParams(max_tokens=count, ignore_eos=True, temperature=temperature)
+            for count in max_tokens
+        ]
+        answers = llm.generate(prompts, params, limit_s=REQUEST_LIMIT_S)
+        for answer, count in zip(answers, max_tokens, strict=True):
+            if len(answer.outputs[0].token_ids) != count:
+                got = len(answer.outputs[0].token_ids)
+                raise BenchError(f"a request for {count} tokens got {got}")
+
+    return generate
+
+
+def full_batch_arrivals(
+    llm: LLM, prompts: Prompts, output_len: int, temperature: float
+) -> list[float]:
+    """When the last request's tokens arrive, while every request of the batch is decoding.
+
+    Requests start in order, so the last one's first token comes when all others decode; the times
+    end with the first request.
+    """
+    fields: dict[str, Any] = {
+        "max_tokens": output_len,
+        "ignore_eos": True,
+        "temperature": temperature,
+    }
+    requests = [llm.client.submit(prompt, **fields) for prompt in prompts]
+    arrivals: list[float] = []
+    for _ in llm.client.pieces(requests[-1], REQUEST_LIMIT_S):
+        if len(requests) == 1 or not requests[0].is_over:
+            arrivals.append(time.perf_counter())
+    for request in requests:
+        llm.client.result(request, REQUEST_LIMIT_S)
+    return arrivals
+
+
+def write_result(path: Path | None, result: dict[str, Any]) -> None:
+    """Write the JSON of a benchmark, if it was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        click.echo(f"result: {path}")
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns, numbers to the right; floats with three decimals, None as a dash."""
+    cells = [list(headings), *([_cell(value) for value in row] for row in rows)]
+    columns = []
+    for column in range(len(headings)):
+        texts = [row[column] for row in cells]
+        width = max(map(len, texts))
+        is_text = any(isinstance(row[column], str) for row in rows)
+        columns.append([text.ljust(width) if is_text else text.rjust(width) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

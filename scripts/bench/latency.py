@@ -1,0 +1,230 @@
+"""`nvserve bench latency`: where the time of one decode step goes, beside the GPU's floor.
+
+Three measurements: the GPU's floor; core's loop around real workers with a clock between its parts
+(rig.py); and the whole engine, by what its client sees and by the CPU time of each process.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import click
+
+from nvserve.protocol.config import Config
+from nvserve.scripts.bench import workloads
+from nvserve.scripts.bench.cpu_time import child_pids, cpu_s
+from nvserve.scripts.bench.engine import (
+    BenchError,
+    BenchModel,
+    EngineOptions,
+    Started,
+    bench_model,
+    engine_flags,
+    format_table,
+    full_batch_arrivals,
+    generate_with,
+    parse_numbers,
+    started_engine,
+    write_result,
+)
+from nvserve.scripts.bench.floors import Floors, NoFloor, measure_floors
+from nvserve.scripts.bench.rig import Rig, RigFailed, StepTimes
+from nvserve.scripts.launch import build_config
+
+SPARE_TOKENS: Final = 16  # of the longest request
+NUM_SKIPPED: Final = 4  # steps after the last prompt, while run-ahead fills
+
+Figures = dict[str, float | None]
+
+# What each line of the table is; the figures are medians over the steps, in milliseconds.
+LINES: Final[dict[str, str]] = {
+    "scheduler": "plan and commit, in core",
+    "message": "encode and send the step, in core",
+    "emit": "encode the new tokens for the frontend, in core",
+    "exchange": "message hop, worker's delta, graph launch, result copy: answer - forward",
+    "forward": "on the device, sampling included: one graph, so the two are not separable",
+    "step, core": "interval of steps with run-ahead, without a frontend",
+    "idle": "of the device with run-ahead: step, core - forward; 0 when all else hides",
+    "frontend CPU": "streaming: CPU time of the frontend a step, beside the GPU's work",
+    "core CPU": "CPU time of core a step",
+    "worker CPU": "CPU time of rank 0 a step, polling for the GPU included",
+    "step, client": "interval of a request's tokens at the client, everything included",
+    "floor": "projections in one graph and KV bytes, in the same run",
+    "client / floor": "",
+}
+
+
+@click.command(context_settings={"show_default": True})
+@engine_flags
+@click.option("--batches", default="1,8,32,128,256", help="Requests that decode together.")
+@click.option("--context", type=click.IntRange(1), default=workloads.CONTEXT, help="Prompt tokens.")
+@click.option("--output-len", type=click.IntRange(8), default=144, help="Tokens of a request.")
+@click.option("--floor/--no-floor", default=True, help="Measure the GPU's floor first.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+def latency(**flags: Any) -> None:
+    """Take one decode step apart, by batch size."""
+    options = EngineOptions.take(flags)
+    batches = parse_numbers(flags["batches"])
+    context, output_len = flags["context"], flags["output_len"]
+    needed_len = context + output_len + SPARE_TOKENS
+    table: dict[int, Figures] = {batch: {} for batch in batches}
+    with bench_model(options) as model:
+        floors = None
+        if flags["floor"]:
+            try:
+                floors = measure_floors(
+                    model.shape,
+                    batches,
+                    context=context + output_len // 2,
+                    tp_size=options.tensor_parallel_size,
+                )
+            except NoFloor as reason:
+                click.echo(f"no floor: {reason}")
+        draw = _drawer(model, context)
+        config = _config(model, options, needed_len)
+        backend = _measure_rig(config, table, draw, output_len)
+        with started_engine(model, options, needed_len=needed_len) as engine:
+            for batch, figures in table.items():
+                figures |= _measure_engine(engine, draw, batch, output_len)
+    for batch, figures in table.items():
+        figures |= _with_floor(figures, floors, batch)
+    click.echo(_format(model.name, backend, table))
+    result: dict[str, Any] = {
+        "model": model.name,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "device": config.device,
+        "attention_backend": backend,
+        "context": context,
+        "output_len": output_len,
+        "unit": "ms",
+        "meaning": LINES,
+        "batches": table,
+    }
+    write_result(flags["output"], result)
+
+
+def _drawer(model: BenchModel, context: int) -> Callable[[int], workloads.Prompts]:
+    """Fresh prompts for a batch at each call, so that no prefix cache helps."""
+    rng = Random(1)
+    return lambda batch: workloads.draw_prompts(batch, context, rng, model.max_id)
+
+
+def _config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:
+    """The same configuration the engine gets, for the rig."""
+    settings: dict[str, Any] = {
+        "tp_size": options.tensor_parallel_size,
+        "device": options.device,
+        "dtype": options.dtype,
+        "load_format": model.load_format,
+        "max_model_len": options.max_model_len or needed_len,
+        "max_num_seqs": options.max_num_seqs,
+        "num_kv_blocks": options.num_kv_blocks,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.enforce_eager,
+        "attention_backend": options.attention_backend,
+        "seed": options.seed,
+        "host": "127.0.0.1",
+        "served_model_names": [],
+        "zmq_port": None,
+        "log_level": "warning",
+    }
+    if options.max_num_batched_tokens is not None:
+        settings["max_num_batched_tokens"] = options.max_num_batched_tokens
+    return build_config(model.folder, settings, has_key=False)
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def _measure_rig(
+    config: Config,
+    table: dict[int, Figures],
+    draw: Callable[[int], workloads.Prompts],
+    output_len: int,
+) -> str:
+    """Fill in what core's loop sees; the attention backend of the workers."""
+    try:
+        with Rig(config) as rig:
+            rig.run(draw(1), 8, temperature=workloads.TEMPERATURE, is_overlapped=True)  # warm-up
+            for batch, figures in table.items():
+                runs = [
+                    rig.run(
+                        draw(batch),
+                        output_len,
+                        temperature=workloads.TEMPERATURE,
+                        is_overlapped=is_overlapped,
+                    )[NUM_SKIPPED:]
+                    for is_overlapped in (False, True)
+                ]
+                figures |= rig_figures(single=runs[0], overlapped=runs[1])
+            return rig.attention_backend
+    except RigFailed as error:
+        raise BenchError(str(error)) from error
+
+
+def rig_figures(*, single: Sequence[StepTimes], overlapped: Sequence[StepTimes]) -> Figures:
+    """Medians from steps that ran alone and steps that ran ahead; None without such steps."""
+
+    def median(steps: Sequence[StepTimes], value: Callable[[StepTimes], float]) -> float | None:
+        return statistics.median(map(value, steps)) if steps else None
+
+    step_ms = median(overlapped, lambda step: step.interval_ms)
+    forward_ms = median(overlapped, lambda step: step.forward_ms)
+    idle_ms = None
+    if step_ms is not None and forward_ms is not None:
+        idle_ms = max(0.0, step_ms - forward_ms)
+    return {
+        "scheduler": median(overlapped, lambda step: step.plan_ms + step.commit_ms),
+        "message": median(overlapped, lambda step: step.send_ms),
+        "emit": median(overlapped, lambda step: step.emit_ms),
+        "exchange": median(single, lambda step: step.answer_ms - step.forward_ms),
+        "forward": forward_ms,
+        "step, core": step_ms,
+        "idle": idle_ms,
+    }
+
+
+def _measure_engine(
+    engine: Started, draw: Callable[[int], workloads.Prompts], batch: int, output_len: int
+) -> Figures:
+    """What the client sees, and each process's CPU time a decode step."""
+    generate = generate_with(engine.llm)
+    arrivals = full_batch_arrivals(engine.llm, draw(batch), output_len, workloads.TEMPERATURE)
+    pids = child_pids(engine.llm.announcement.url)
+    used_s: dict[str, list[float]] = {name: [] for name in pids}
+    for length in (1, output_len):  # the difference is the decode steps
+        before_s = {name: cpu_s(pid) for name, pid in pids.items()}
+        generate(draw(batch), [length] * batch, workloads.TEMPERATURE)
+        for name, pid in pids.items():
+            used_s[name].append(cpu_s(pid) - before_s[name])
+    step_ms = {
+        name: max(0.0, (long_s - short_s) / (output_len - 1) * 1000)
+        for name, (short_s, long_s) in used_s.items()
+    }
+    return {
+        "frontend CPU": step_ms.get("frontend"),
+        "core CPU": step_ms.get("core"),
+        "worker CPU": step_ms.get("worker 0"),
+        "step, client": workloads.median_step_ms(arrivals, NUM_SKIPPED) or None,
+    }
+
+
+def _with_floor(figures: Figures, floors: Floors | None, batch: int) -> Figures:
+    if floors is None:
+        return {"floor": None, "client / floor": None}
+    floor_ms = floors.steps[batch].floor_ms
+    step_ms = figures["step, client"]
+    return {"floor": floor_ms, "client / floor": step_ms and step_ms / floor_ms}
+
+
+def _format(name: str, backend: str, table: dict[int, Figures]) -> str:
+    heading = f"one decode step of {name}, ms by batch" + (f" ({backend})" if backend else "")
+    rows = [
+        [line, *(figures[line] for figures in table.values()), meaning]
+        for line, meaning in LINES.items()
+    ]
+    return heading + "\n" + format_table(["", *map(str, table), "what it is"], rows)

@@ -1,0 +1,135 @@
+"""`nvserve launch` as a child of a Python program: started, awaited, stopped, and never left over.
+
+The kernel kills the launcher when the thread that started it ends (and its children with it), so a
+keeper thread starts it, reads what it prints, and lives as long as it does.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from nvserve.scripts import python_child
+from nvserve.scripts.children import API_KEY_VARIABLE
+
+READY_LINE: Final = re.compile(r"nvserve is ready: (\S+)$")
+ZMQ_LINE: Final = re.compile(r"  ZMQ clients: (\S+)$")  # the last line of a start
+STOP_LIMIT_S: Final = 10.0  # for an orderly end; then SIGKILL
+DEAD_LIMIT_S: Final = 5.0  # after SIGKILL
+MAX_TAIL: Final = 60  # lines kept for an error's text
+
+
+class LaunchFailed(RuntimeError):
+    """The engine did not start, or has ended; the message holds its own last words."""
+
+
+@dataclass(slots=True)
+class Announcement:
+    """What a launch says once it is ready."""
+
+    url: str = ""
+    zmq_endpoint: str = ""
+    details: list[str] = field(default_factory=list)
+    start_s: float = 0.0  # from starting the command to its ready line
+
+
+class EmbeddedLaunch:
+    """One launcher process with its ZMQ door open on a free loopback port."""
+
+    def __init__(self, flags: list[str], *, api_key: str, is_verbose: bool = False) -> None:
+        self.announcement: Final = Announcement()
+        self._flags: Final = flags
+        self._api_key: Final = api_key
+        self._is_verbose: Final = is_verbose
+        self._tail: Final[deque[str]] = deque(maxlen=MAX_TAIL)
+        self._process: subprocess.Popen[str] | None = None
+        self._failure: OSError | None = None
+        self._is_ready_or_over: Final = threading.Event()
+        self._keeper: Final = threading.Thread(
+            target=self._keep, name="nvserve launch", daemon=True
+        )
+        self._begun_s: Final = time.monotonic()
+        self._keeper.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._keeper.is_alive()
+
+    def wait_ready(self, limit_s: float) -> Announcement:
+        """Until the server is ready; LaunchFailed when it ends before, or is too late."""
+        if not self._is_ready_or_over.wait(limit_s):
+            self.stop()
+            raise LaunchFailed(f"not ready within {limit_s:g} s\n{self.last_words()}")
+        if not self.announcement.zmq_endpoint:
+            self._keeper.join(DEAD_LIMIT_S)
+            raise LaunchFailed(self.last_words())
+        return self.announcement
+
+    def last_words(self) -> str:
+        """Its last lines, and how it ended if it has."""
+        if self._failure is not None:
+            return f"cannot start Python: {self._failure}"
+        code = self._process.poll() if self._process is not None else None
+        ending = "" if code is None else f"nvserve launch ended with exit status {code}\n"
+        return ending + "\n".join(self._tail)
+
+    def stop(self) -> None:
+        """End it and wait until it is gone; harmless when it is."""
+        process = self._process
+        if process is None:
+            self._keeper.join(DEAD_LIMIT_S)
+            return
+        for number, limit_s in ((signal.SIGTERM, STOP_LIMIT_S), (signal.SIGKILL, DEAD_LIMIT_S)):
+            if self._keeper.is_alive():
+                process.send_signal(number)
+                self._keeper.join(limit_s)
+
+    def _keep(self) -> None:
+        """The keeper thread: start, read to the end, reap."""
+        try:
+            process = self._process = self._start()
+        except OSError as error:
+            self._failure = error
+            self._is_ready_or_over.set()
+            return
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._hear(line.rstrip("\n"))
+        process.wait()  # it has closed its output, so it is ending
+        self._is_ready_or_over.set()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        door = ["--port", "0", "--zmq-port", "0", "--parent-pid", str(os.getpid())]
+        return subprocess.Popen(
+            python_child.command("-m", "nvserve", "launch", *door, *self._flags),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # one pipe: the lines keep their order
+            text=True,
+            errors="replace",
+            process_group=0,  # a terminal's Ctrl-C is for the program alone
+            env=python_child.environment() | {API_KEY_VARIABLE: self._api_key},
+        )
+
+    def _hear(self, line: str) -> None:
+        self._tail.append(line)
+        if self._is_verbose:
+            print(line, file=sys.stderr, flush=True)
+        told = self.announcement
+        if told.zmq_endpoint:
+            return
+        if ready := READY_LINE.match(line):
+            told.url = ready.group(1)
+            told.start_s = time.monotonic() - self._begun_s
+        elif told.url:
+            told.details.append(line)
+        if door := ZMQ_LINE.match(line):
+            told.zmq_endpoint = door.group(1)
+            self._is_ready_or_over.set()
