@@ -1,0 +1,193 @@
+"""One rank on a CPU or a GPU: its weights, its KV pool, its place in the group, its runner.
+
+Weights are loaded once and outlive every epoch, and so does the pool; the group and the batch are
+those of one epoch.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nvserve.kernels.attention import select_backend
+from nvserve.protocol.config import Config
+from nvserve.protocol.control import EpochReady, StartEpoch
+from nvserve.protocol.messages import SchedulerOutput
+from nvserve.protocol.progress import Phase, ProgressPage
+from nvserve.workers import loader
+from nvserve.workers.batch import Batch
+from nvserve.workers.kv_cache import (
+    KvCache,
+    available_memory_bytes,
+    block_bytes,
+    num_cpu_blocks,
+    num_cuda_blocks,
+)
+from nvserve.workers.models.config import DecoderConfig, check_parallel
+from nvserve.workers.models.decoder import Decoder
+from nvserve.workers.models.registry import read_config
+from nvserve.workers.parallel import TensorParallel
+from nvserve.workers.pending_step import PendingStep
+from nvserve.workers.runner import Runner
+from nvserve.workers.staging import Staging
+from nvserve.workers.step_result import ModelRefused, Report, Wait
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CPU_WARM_UP_TOKENS: Final = 16
+
+
+class TorchEngine:
+    """Runs the model of one rank; see step_result.Engine for the contract."""
+
+    def __init__(self, config: Config, page: ProgressPage) -> None:
+        self._config = config
+        self._page = page
+        self._dtype = DTYPES[config.dtype]
+        self._parallel = TensorParallel()
+        self._model: Decoder | None = None
+        self._cache: KvCache | None = None
+        self._runner: Runner | None = None
+
+    def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
+        self.end()
+        self._page.beat(Phase.LOADING if self._model is None else Phase.REBUILDING)
+        began = time.monotonic()
+        model = self._load(start, report)
+        loaded = time.monotonic()
+        report("group", 0.0)
+        self._parallel.join(launch_dir, start.epoch, model.device, wait)
+        joined = time.monotonic()
+        report("warm-up", 0.0)
+        runner = self._make_runner(model, start)
+        runner.warm_up(self._num_warm_up_tokens(model.device))
+        phases = {
+            "weights": loaded - began,
+            "group": joined - loaded,
+            "warm-up": time.monotonic() - joined,
+        }
+        return EpochReady(start.epoch, runner.batch.num_blocks, phases, runner.backend.name)
+
+    @property
+    def runner(self) -> Runner:
+        assert self._runner is not None, "no epoch has begun"
+        return self._runner
+
+    def launch(self, step: SchedulerOutput) -> PendingStep:
+        return self.runner.launch(step)
+
+    def end(self) -> None:
+        self._parallel.leave()
+
+    def _load(self, start: StartEpoch, report: Report) -> Decoder:
+        """The model of this rank; loaded already unless the rank is new to this process."""
+        place = (start.rank, start.tp_size)
+        if self._model is not None and place == (self._parallel.rank, self._parallel.size):
+            return self._model
+        self._model = self._cache = self._runner = None
+        architecture = read_config(Path(self._config.model))
+        check_parallel(architecture, start.tp_size)
+        device = self._open_device(start)
+        self._parallel = TensorParallel(start.rank, start.tp_size, self._page)
+        self._model = self._load_weights(architecture, device, report)
+        return self._model
+
+    def _load_weights(
+        self, architecture: DecoderConfig, device: torch.device, report: Report
+    ) -> Decoder:
+        config = self._config
+        model = Decoder(architecture, self._parallel, config.max_model_len, device, self._dtype)
+
+        def report_weights(done: float) -> None:
+            self._page.beat(Phase.LOADING)
+            report("weights", done)
+
+        if config.load_format == "dummy":
+            loader.load_dummy(model.parameters(), config.seed, report_weights)
+        else:
+            path = Path(config.model)
+            loader.load(path, model.parameters(), architecture.is_tied, report_weights)
+        return model
+
+    def _open_device(self, start: StartEpoch) -> torch.device:
+        if self._config.device == "cpu":
+            # Ranks share the cores: more threads than cores would only wait for each other.
+            num_cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(max(1, num_cores // start.tp_size))
+            return torch.device("cpu")
+        if torch.cuda.device_count() <= start.rank:
+            raise ModelRefused(
+                f"--tp {start.tp_size} needs {start.tp_size} GPUs,"
+                f" this machine has {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", start.rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def _make_runner(self, model: Decoder, start: StartEpoch) -> Runner:
+        """The runner of this epoch, with empty slots; the pool is made with the first."""
+        if self._cache is None or start.num_kv_blocks not in (0, self._cache.num_blocks):
+            self._cache = self._runner = None
+            num_blocks = start.num_kv_blocks or self._num_blocks(model)
+            self._cache = self._make_cache(model, num_blocks)
+        if self._runner is None:
+            self._runner = self._assemble(model, self._cache)
+        self._runner.clear()
+        return self._runner
+
+    def _make_cache(self, model: Decoder, num_blocks: int) -> KvCache:
+        return KvCache(
+            model.shard,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            device=model.device,
+            dtype=self._dtype,
+        )
+
+    def _num_blocks(self, model: Decoder) -> int:
+        """The pool's size, scratch block included: as configured, else as much as fits."""
+        config = self._config
+        if config.num_kv_blocks:
+            return config.num_kv_blocks + 1
+        bytes_per_block = block_bytes(model.shard, config.block_size, self._dtype)
+        if model.device.type == "cpu":
+            return num_cpu_blocks(config, bytes_per_block, available_memory_bytes())
+        return num_cuda_blocks(config, bytes_per_block, model.device, self._peak_bytes(model))
+
+    def _peak_bytes(self, model: Decoder) -> int:
+        """Memory that the largest step takes beyond what is there before it."""
+        runner = self._assemble(model, self._make_cache(model, 1))
+        before = torch.cuda.memory_allocated(model.device)
+        torch.cuda.reset_peak_memory_stats(model.device)
+        runner.warm_up(self._config.max_num_batched_tokens)
+        return torch.cuda.max_memory_allocated(model.device) - before
+
+    def _assemble(self, model: Decoder, cache: KvCache) -> Runner:
+        staging = Staging(model.device)
+        batch = Batch(
+            self._config,
+            num_blocks=cache.num_blocks,
+            vocab_size=model.config.vocab_size,
+            device=model.device,
+            staging=staging,
+        )
+        override = self._config.attention_backend or None
+        try:
+            backend = select_backend(
+                model.device, self._dtype, model.config.head_dim, cache.block_size, override
+            )
+        except ValueError as error:
+            raise ModelRefused(str(error)) from error
+        return Runner(model, batch, cache, backend, self._parallel, staging, self._page)
+
+    def _num_warm_up_tokens(self, device: torch.device) -> int:
+        limit = self._config.max_num_batched_tokens
+        return limit if device.type == "cuda" else min(limit, CPU_WARM_UP_TOKENS)

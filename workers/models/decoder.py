@@ -1,0 +1,212 @@
+"""The dense decoder that Llama, Qwen2 and Qwen3 share, for one tensor-parallel rank.
+
+Q, K, V, gate and up are cut by columns, the output and down projections by rows with an all-reduce
+after each; the embedding and the head are cut along the vocabulary.
+
+T tokens in the step, N hidden size, H query heads and K KV heads on this rank, D head size, I
+feed-forward features on this rank, V vocabulary rows on this rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nvserve.kernels.activation import silu_and_mul
+from nvserve.kernels.attention import AttentionBackend
+from nvserve.kernels.matmul import linear
+from nvserve.kernels.norm import add_rms_norm, rms_norm
+from nvserve.kernels.rope import qk_norm_rope_cache
+from nvserve.workers.kv_cache import KvCache
+from nvserve.workers.models.config import DecoderConfig, Shard
+from nvserve.workers.models.layers import (
+    Parameter,
+    StepInputs,
+    attend,
+    part,
+    rotary_table,
+    whole,
+)
+from nvserve.workers.parallel import TensorParallel
+
+
+@dataclass
+class Layer:
+    """The weights of one layer on this rank; a bias that the family lacks is None."""
+
+    input_norm: torch.Tensor  # [N]
+    qkv: torch.Tensor  # [(H + 2 K) * D, N]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None
+    output: torch.Tensor  # [N, H * D]
+    output_bias: torch.Tensor | None  # [N], added once, after the all-reduce
+    feed_norm: torch.Tensor  # [N]
+    gate_up: torch.Tensor  # [2 * I, N]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [N, I]
+    down_bias: torch.Tensor | None  # like output_bias
+
+
+class Decoder:
+    """One rank's decoder: uninitialized weights until a loader has filled `parameters`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        parallel: TensorParallel,
+        max_positions: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.shard = Shard(config, parallel.rank, parallel.size)
+        self.device = device
+        self.dtype = dtype
+        self._parallel = parallel
+        self.embedding = self._zeros(self.shard.vocab_width, config.hidden_size)
+        self.head = self.embedding if config.is_tied else torch.zeros_like(self.embedding)
+        self.layers = [self._make_layer() for _ in range(config.num_layers)]
+        self.final_norm = self._empty(config.hidden_size)
+        self.rotary = rotary_table(config.rope, config.head_dim, max_positions, device)
+        self.scale = config.head_dim**-0.5
+
+    def forward(
+        self, inputs: StepInputs, cache: KvCache, backend: AttentionBackend
+    ) -> torch.Tensor:
+        """Normalized hidden states [T, N]; writes the step's K and V to the cache."""
+        eps = self.config.norm_eps
+        residual = self._embed(inputs.tokens)
+        x = rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            if index > 0:
+                x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._attention(layer, x, inputs, cache.layers[index], backend)
+            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps)
+            x = self._feed_forward(layer, x)
+        x, _ = add_rms_norm(x, residual, self.final_norm, eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, N] -> [R, V] of this rank's vocabulary shard; padding is -inf."""
+        logits = linear(hidden, self.head)
+        if self.shard.num_token_ids < self.shard.vocab_width:
+            logits[:, self.shard.num_token_ids :] = float("-inf")
+        return logits
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.shard.size == 1:
+            return F.embedding(tokens, self.embedding)
+        local = tokens - self.shard.first_token_id
+        is_here = (local >= 0) & (local < self.shard.num_token_ids)
+        rows = F.embedding(torch.where(is_here, local, 0), self.embedding)
+        return self._parallel.all_reduce(rows * is_here[:, None])
+
+    def _attention(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        inputs: StepInputs,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        q = qk_norm_rope_cache(
+            linear(x, layer.qkv, layer.qkv_bias),
+            inputs.positions,
+            self.rotary,
+            layer.q_norm,
+            layer.k_norm,
+            self.config.norm_eps,
+            *cache,
+            inputs.slot_mapping,
+            self.shard.num_heads,
+            self.shard.num_kv_heads,
+        )
+        mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
+        out = self._parallel.all_reduce(linear(mixed, layer.output))
+        return out if layer.output_bias is None else out + layer.output_bias
+
+    def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        features = silu_and_mul(linear(x, layer.gate_up, layer.gate_up_bias))
+        out = self._parallel.all_reduce(linear(features, layer.down))
+        return out if layer.down_bias is None else out + layer.down_bias
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        """For the vocabulary: what no parameter fills is padding."""
+        return torch.zeros(shape, device=self.device, dtype=self.dtype)
+
+    def _make_layer(self) -> Layer:
+        config, shard, empty = self.config, self.shard, self._empty
+        hidden, head_dim, width = config.hidden_size, config.head_dim, shard.intermediate_size
+        num_qkv = (shard.num_heads + 2 * shard.num_kv_heads) * head_dim
+        return Layer(
+            input_norm=empty(hidden),
+            qkv=empty(num_qkv, hidden),
+            qkv_bias=empty(num_qkv) if config.has_qkv_bias else None,
+            q_norm=empty(head_dim) if config.has_qk_norm else None,
+            k_norm=empty(head_dim) if config.has_qk_norm else None,
+            output=empty(hidden, shard.num_heads * head_dim),
+            output_bias=empty(hidden) if config.has_output_bias else None,
+            feed_norm=empty(hidden),
+            gate_up=empty(2 * width, hidden),
+            gate_up_bias=empty(2 * width) if config.has_mlp_bias else None,
+            down=empty(hidden, width),
+            down_bias=empty(hidden) if config.has_mlp_bias else None,
+        )
+
+    def parameters(self) -> list[Parameter]:
+        """Every tensor of the checkpoint, under its name there, and where its shard goes."""
+        shard, vocab_size = self.shard, self.config.vocab_size
+        first, width = shard.first_token_id, shard.num_token_ids
+        names = [("model.embed_tokens.weight", self.embedding)]
+        if not self.config.is_tied:
+            names.append(("lm_head.weight", self.head))
+        found = [part(name, table[:width], 0, first, vocab_size) for name, table in names]
+        found.append(whole("model.norm.weight", self.final_norm))
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            found.append(whole(prefix + "input_layernorm.weight", layer.input_norm))
+            found.append(whole(prefix + "post_attention_layernorm.weight", layer.feed_norm))
+            found += self._attention_parameters(prefix + "self_attn.", layer)
+            found += self._feed_parameters(prefix + "mlp.", layer)
+        return found
+
+    def _attention_parameters(self, prefix: str, layer: Layer) -> list[Parameter]:
+        config, shard, dim = self.config, self.shard, self.config.head_dim
+        num_q, num_kv = shard.num_heads * dim, shard.num_kv_heads * dim
+        full_q, full_kv = config.num_heads * dim, config.num_kv_heads * dim
+        first_q, first_kv = shard.rank * num_q, shard.first_kv_head * dim
+        rows = (  # projection, its rows of the fused weight, their first among how many in all
+            ("q_proj", slice(0, num_q), first_q, full_q),
+            ("k_proj", slice(num_q, num_q + num_kv), first_kv, full_kv),
+            ("v_proj", slice(num_q + num_kv, None), first_kv, full_kv),
+        )
+        found = []
+        for name, here, start, full in rows:
+            found.append(part(f"{prefix}{name}.weight", layer.qkv[here], 0, start, full))
+            if layer.qkv_bias is not None:
+                found.append(part(f"{prefix}{name}.bias", layer.qkv_bias[here], 0, start, full))
+        found.append(part(prefix + "o_proj.weight", layer.output, 1, first_q, full_q))
+        if layer.output_bias is not None:
+            found.append(whole(prefix + "o_proj.bias", layer.output_bias))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            found.append(whole(prefix + "q_norm.weight", layer.q_norm))
+            found.append(whole(prefix + "k_norm.weight", layer.k_norm))
+        return found
+
+    def _feed_parameters(self, prefix: str, layer: Layer) -> list[Parameter]:
+        width, full = self.shard.intermediate_size, self.config.intermediate_size
+        start = self.shard.rank * width
+        found = [part(prefix + "down_proj.weight", layer.down, 1, start, full)]
+        if layer.down_bias is not None:
+            found.append(whole(prefix + "down_proj.bias", layer.down_bias))
+        for name, here in (("gate_proj", slice(0, width)), ("up_proj", slice(width, None))):
+            found.append(part(f"{prefix}{name}.weight", layer.gate_up[here], 0, start, full))
+            if layer.gate_up_bias is not None:
+                found.append(part(f"{prefix}{name}.bias", layer.gate_up_bias[here], 0, start, full))
+        return found

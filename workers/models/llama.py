@@ -1,0 +1,16 @@
+"""Llama: the plain decoder, with optional biases."""
+
+from typing import Any
+
+from nvserve.workers.models.config import DecoderConfig, read_shared
+
+
+def read_llama(fields: dict[str, Any]) -> DecoderConfig:
+    """The decoder that a LlamaForCausalLM config.json describes."""
+    has_bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **read_shared(fields),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=bool(fields.get("mlp_bias", False)),
+    )

@@ -1,0 +1,147 @@
+"""The tensor-parallel group and its epochs, and the few exchanges that ranks need.
+
+Every result is bit for bit the same on all ranks: sums add in rank order, choices break ties
+towards the lowest id. A group of one exchanges nothing. Knows tensors; never models.
+
+R rows of the step, V vocabulary columns of one rank.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from nvserve.protocol.progress import ProgressPage
+from nvserve.workers.step_result import PeerLost, Wait
+
+# Longer than any hang limit: a hung peer is fenced by the launcher, which frees the others.
+COLLECTIVE_LIMIT_S: Final = 120.0
+CONNECT_LIMIT_S: Final = 20.0  # all ranks have shown up; only connecting is left
+POLL_S: Final = 0.01  # between two looks at who has shown up
+
+_ENVIRONMENT: Final = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a watchdog must not end the process: we do that
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+class TensorParallel:
+    """This rank's place among the ranks; the group behind it is replaced with every epoch."""
+
+    def __init__(self, rank: int = 0, size: int = 1, page: ProgressPage | None = None) -> None:
+        self.rank: Final = rank
+        self.size: Final = size
+        self._page = page
+        self._is_nccl = False
+
+    # -- epochs --------------------------------------------------------------------------------
+
+    def join(self, launch_dir: str, epoch: int, device: torch.device, wait: Wait) -> None:
+        """Form the group of this epoch with all ranks; every rank calls this.
+
+        While ranks are missing, `wait(seconds)` is called again and again: it returns in time, or
+        raises to give up. PeerLost when a rank that had shown up is gone before it has connected.
+        """
+        self.leave()
+        if self.size == 1:
+            return
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._is_nccl = device.type == "cuda"
+        path = str(Path(launch_dir) / f"e{epoch}.group")
+        store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]  # exported unseen
+        store.set(f"here{self.rank}", "1")
+        everyone = [f"here{rank}" for rank in range(self.size)]
+        while not store.check(everyone):
+            wait(POLL_S)
+        store.set_timeout(timedelta(seconds=CONNECT_LIMIT_S))
+        try:
+            dist.init_process_group(
+                "nccl" if self._is_nccl else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
+                device_id=device if self._is_nccl else None,
+            )
+        except RuntimeError as error:
+            raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
+
+    def leave(self) -> None:
+        """Drop the group, if any; with gloo this frees the peers that wait in a collective."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- exchanges -----------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x in x's dtype; may reuse x."""
+        if self._page is not None:
+            self._page.beat()  # a long step on a CPU comes by here twice a layer
+        if self.size == 1:
+            return x
+        if self._is_nccl:
+            with self._collective():
+                dist.all_reduce(x)
+            return x
+        parts = self.all_gather(x)
+        total = parts[0].float()
+        for other in parts[1:]:  # gloo's own sum has no fixed order
+            total = total + other.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x in rank order, [size, *x.shape]; the shapes must agree."""
+        if self.size == 1:
+            return x[None]
+        mine = x.contiguous()
+        parts = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
+        if mine.numel():
+            with self._collective():
+                # As bytes: gloo does not know every dtype.
+                dist.all_gather_into_tensor(
+                    parts.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)
+                )
+        return parts
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over all ranks, each row's largest value, float32 [R], and its id, int64 [R].
+
+        Equal values go to the lowest rank, which holds the lower ids. A NaN anywhere wins its row.
+        """
+        if self.size == 1:
+            return values, ids
+        pairs = torch.stack((values.float().view(torch.int32), ids.to(torch.int32)))
+        everyone = self.all_gather(pairs)  # [size, 2, R] int32
+        all_values = everyone[:, 0].contiguous().view(torch.float32)
+        best = all_values.amax(dim=0)
+        winner = (all_values == best).to(torch.uint8).argmax(dim=0)
+        return best, everyone[:, 1].gather(0, winner[None])[0].long()
+
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """[R, V] of each rank -> float32 [R, vocab_size], padding cut off; a tensor of its own."""
+        if self.size == 1:
+            wide = logits[:, :vocab_size].float()
+            return wide.clone() if wide.data_ptr() == logits.data_ptr() else wide
+        parts = self.all_gather(logits)
+        return parts.transpose(0, 1).flatten(1)[:, :vocab_size].float()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Show on the progress page who is inside; a failure means a lost peer."""
+        if self._page is not None:
+            self._page.collectives_entered += 1
+            self._page.beat()
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank} lost a peer: {error}") from error
+        if self._page is not None:
+            self._page.collectives_left += 1

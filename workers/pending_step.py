@@ -1,0 +1,115 @@
+"""A step that was launched: its results on their way from the device."""
+
+import time
+from typing import Final
+
+import torch
+
+from nvserve.protocol.messages import Logprobs
+from nvserve.workers.sampler import BAD_TOKEN, DeviceLogprobs
+from nvserve.workers.step_result import StepFault, StepResult
+
+
+class PendingStep:
+    """Copies of a step's results to the host, complete once `is_done`.
+
+    Made on the stream of the step right after its last kernel; on a CPU all is done by then.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        slots: list[int],
+        logprobs: DeviceLogprobs | None,
+        prompt_logprobs: list[DeviceLogprobs | None] | None,
+        started: "Stopwatch",
+    ) -> None:
+        self._slots = slots
+        self._ids = _to_host(ids.int())
+        self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
+        self._prompt_logprobs = None
+        if prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                None if score is None else _HostLogprobs(score) for score in prompt_logprobs
+            ]
+        self._stopwatch = started
+        started.stop()
+
+    def is_done(self) -> bool:
+        return self._stopwatch.is_stopped()
+
+    def poll_ms(self) -> int:
+        return 0  # a GPU step is over in less than a poll can sleep
+
+    def result(self) -> StepResult:
+        """The results of a step that is done; StepFault names a row of NaN or infinite logits."""
+        assert self.is_done(), "the step is still running"
+        ids = self._ids.numpy()
+        if (ids == BAD_TOKEN).any():
+            row = int((ids == BAD_TOKEN).argmax())
+            raise StepFault(f"row {row} (slot {self._slots[row]}): logits are not finite")
+        scores = self._prompt_logprobs
+        return StepResult(
+            ids.tobytes(),
+            None if self._logprobs is None else self._logprobs.message(),
+            None if scores is None else [None if s is None else s.message() for s in scores],
+            self._stopwatch.elapsed_ms(),
+        )
+
+
+class Stopwatch:
+    """The time of a step on its device, from creation to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+            self._events[0].record()
+        self._began_s: Final = time.perf_counter()
+        self._ended_s = 0.0
+
+    def stop(self) -> None:
+        if self._events is not None:
+            self._events[1].record()
+        self._ended_s = time.perf_counter()
+
+    def is_stopped(self) -> bool:
+        return self._events is None or bool(self._events[1].query())
+
+    def elapsed_ms(self) -> float:
+        if self._events is not None:
+            return float(self._events[0].elapsed_time(self._events[1]))
+        return (self._ended_s - self._began_s) * 1000
+
+
+class _HostLogprobs:
+    """DeviceLogprobs after their copy to the host."""
+
+    def __init__(self, source: DeviceLogprobs) -> None:
+        self._rows = source.rows
+        self._num_tops = source.num_tops
+        self._chosen = _to_host(source.chosen)
+        self._top_ids = _to_host(source.top_ids.int())
+        self._top_values = _to_host(source.top_values)
+
+    def message(self) -> Logprobs:
+        width = self._top_ids.shape[1]
+        num_tops = [min(count, width) for count in self._num_tops]
+        is_kept = torch.arange(width)[None, :] < torch.tensor(num_tops)[:, None]
+        return Logprobs(
+            rows=self._rows,
+            chosen=self._chosen.numpy().tobytes(),
+            num_tops=num_tops,
+            top_ids=self._top_ids[is_kept].numpy().tobytes(),
+            top_values=self._top_values[is_kept].numpy().tobytes(),
+        )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,186 @@
+"""Runs steps: a SchedulerOutput becomes one forward pass and one sampled id a row.
+
+A step without chunks takes the decode path, which reads and moves the decode list on the device and
+waits for nothing. Everything else is a mixed step: one forward over decode rows and chunks. The
+keys and values of a step's tokens are written first; its attention then reads the cache only.
+
+R rows that sample, T tokens of the step, N hidden size.
+"""
+
+from itertools import compress
+
+import torch
+
+from nvserve.kernels.attention import AttentionBackend
+from nvserve.protocol.messages import Chunks, SchedulerOutput
+from nvserve.protocol.progress import Phase, ProgressPage
+from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
+from nvserve.workers.kv_cache import KvCache
+from nvserve.workers.models.decoder import Decoder
+from nvserve.workers.models.layers import StepInputs
+from nvserve.workers.parallel import TensorParallel
+from nvserve.workers.pending_step import PendingStep, Stopwatch
+from nvserve.workers.prompt_scores import PromptScorer
+from nvserve.workers.sampler import DeviceLogprobs, Sampler
+from nvserve.workers.staging import Staging
+
+
+class Runner:
+    """Launches steps in order on one device; up to two may be on their way at a time."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        batch: Batch,
+        cache: KvCache,
+        backend: AttentionBackend,
+        parallel: TensorParallel,
+        staging: Staging,
+        page: ProgressPage | None = None,
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self._cache = cache
+        self.backend = backend
+        self._staging = staging
+        self._page = page
+        self._sampler = Sampler(batch.sampling, parallel, model.shard, staging)
+        self._scorer = PromptScorer(model, parallel, batch.sampling)
+
+    def clear(self) -> None:
+        """Forget every request: a new epoch begins."""
+        self.batch.clear()
+        self._scorer.clear()
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> PendingStep:
+        """Start a step; the batch is then as it will be once the step is done.
+
+        BadStep when the message cannot be; PeerLost when the group broke.
+        """
+        stopwatch = Stopwatch(self.model.device)
+        self._staging.begin()
+        self.batch.apply(step)
+        self._scorer.forget(step.freed or [])
+        self._beat(Phase.FORWARD)
+        if step.chunks is not None and step.chunks.slots:
+            pending = self._mixed(step, stopwatch)
+        else:
+            pending = self._decode(step, stopwatch)
+        self._staging.end()
+        return pending
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run steps as large as they get, on the scratch slot: chunks of num_tokens, all rows."""
+        self._staging.begin()
+        batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
+        counts = [limit] * (num_tokens // limit) + [num_tokens % limit] * (num_tokens % limit > 0)
+        slots, zeros = [batch.scratch] * len(counts), [0] * len(counts)
+        chunks = Chunks(slots, zeros, counts, bytes(4 * num_tokens), [True] * len(counts))
+        inputs = batch.chunk_inputs(batch.upload_chunks(chunks))
+        self.model.forward(inputs, self._cache, self.backend)
+        rows = torch.full_like(batch.rows, batch.scratch)
+        self.decode_plain(rows)
+        hidden, positions = self.decode_forward(rows)
+        logits = self.model.logits(hidden)
+        self._sampler.full(logits, rows, positions, rows.tolist(), None)
+        batch.clear()
+        self._staging.end()
+
+    def _decode(self, step: SchedulerOutput, stopwatch: Stopwatch) -> PendingStep:
+        slots = list(self.batch.decoding)
+        if not slots:
+            return PendingStep(self.batch.rows[:0], [], None, None, stopwatch)
+        rows = self.batch.rows[: len(slots)]
+        if step.is_full_tail:
+            hidden, positions = self.decode_forward(rows)
+            ids, logprobs = self._sample(step, hidden, rows, positions, slots)
+            self.batch.advance(rows, ids, positions)
+            return PendingStep(ids, slots, logprobs, None, stopwatch)
+        return PendingStep(self.decode_plain(rows), slots, None, None, stopwatch)
+
+    def decode_plain(self, rows: torch.Tensor) -> torch.Tensor:
+        """A whole decode step of slots rows [R] int64 with the plain tail; returns ids [R] int64.
+
+        Device work only, the same for any content of `rows`: a graph may hold it.
+        """
+        hidden, positions = self.decode_forward(rows)
+        return self.plain_tail(hidden, rows, positions)
+
+    def plain_tail(
+        self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Sample ids [R] int64 behind hidden states [R, N], and move the rows on by them."""
+        ids = self._sampler.plain(self.model.logits(hidden), rows, positions)
+        self.batch.advance(rows, ids, positions)
+        return ids
+
+    def decode_forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [R, N] of one token for each slot, and the positions [R] of the next."""
+        inputs = self.batch.decode_inputs(rows)
+        self._plan_decode(inputs)
+        return self.model.forward(inputs, self._cache, self.backend), inputs.positions + 1
+
+    def _plan_decode(self, inputs: StepInputs) -> None:
+        assert inputs.decode is not None, "no decode rows"
+        shard, config = self.model.shard, self.model.config
+        self.backend.plan_decode(
+            inputs.decode,
+            shard.num_heads,
+            shard.num_kv_heads,
+            config.head_dim,
+            self._cache.block_size,
+            self.model.dtype,
+        )
+
+    def _mixed(self, step: SchedulerOutput, stopwatch: Stopwatch) -> PendingStep:
+        assert step.chunks is not None, "no chunks"
+        batch = self.batch
+        batch.check_chunks(step.chunks)
+        chunks = batch.upload_chunks(step.chunks)
+        decoding = list(batch.decoding)
+        rows = batch.rows[: len(decoding)]
+        inputs = batch.chunk_inputs(chunks)
+        if decoding:
+            decode = batch.decode_inputs(rows)
+            self._plan_decode(decode)
+            inputs = join_inputs(decode, inputs)
+        hidden = self.model.forward(inputs, self._cache, self.backend)
+        batch.lengths.index_copy_(0, chunks.slots, chunks.ends)
+        scores = self._scorer.score(step.chunks, chunks, hidden[len(decoding) :])
+        slots = decoding + list(compress(step.chunks.slots, step.chunks.samples))
+        if not slots:
+            return PendingStep(rows, [], None, scores, stopwatch)
+        hidden, row_slots, positions = self._sampling_rows(inputs, chunks, hidden, rows)
+        ids, logprobs = self._sample(step, hidden, row_slots, positions, slots)
+        batch.advance(row_slots, ids, positions)
+        return PendingStep(ids, slots, logprobs, scores, stopwatch)
+
+    def _sampling_rows(
+        self, inputs: StepInputs, chunks: ChunkColumns, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [R, N], slots [R] and new tokens' positions [R]: decode rows first."""
+        num_decodes = inputs.num_decodes
+        states = torch.cat((hidden[:num_decodes], hidden[num_decodes:][chunks.last_rows]))
+        slots = torch.cat((rows, chunks.sampling_slots))
+        positions = torch.cat((inputs.positions[:num_decodes] + 1, chunks.sampling_ends))
+        return states, slots, positions
+
+    def _sample(
+        self,
+        step: SchedulerOutput,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: list[int],
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+        self._beat(Phase.SAMPLING)
+        logits = self.model.logits(hidden)
+        if not step.is_full_tail:
+            return self._sampler.plain(logits, slots, positions), None
+        return self._sampler.full(logits, slots, positions, host_slots, step.masks)
+
+    def _beat(self, phase: Phase) -> None:
+        if self._page is not None:
+            self._page.beat(phase)
