@@ -2,17 +2,20 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
-from process.server import environment
+from process.server import ROOT, environment
 
 from nvserve.scripts import cli
+from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.launch import UsageError, build_config, launch
 from nvserve.scripts.model_facts import DEMO_MODEL
 
@@ -283,3 +286,17 @@ def test_generate_says_when_nobody_answers() -> None:
 def test_launch_flags_and_an_endpoint_exclude_each_other() -> None:
     result = run("generate", "x", "--endpoint", "http://127.0.0.1:9", "--tp", "2")
     assert result.exit_code == 2
+
+
+def test_the_readme_lists_every_flag_of_launch_and_no_other() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("## Flags of `nvserve launch`")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`(--[a-z-]+)", section))
+    options = [p for p in launch.params if isinstance(p, click.Option) and not p.hidden]
+    assert listed == {name for option in options for name in option.opts + option.secondary_opts}
+
+
+def test_the_readme_lists_every_exit_status() -> None:
+    text = (ROOT / "README.md").read_text().partition("Exit status: ")[2].partition("\n\n")[0]
+    listed = {int(number) for number in re.findall(r"\d+", text)}
+    assert listed == {code.value for code in ExitCode}
