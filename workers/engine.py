@@ -84,6 +84,9 @@ class TorchEngine:
     def launch(self, step: SchedulerOutput) -> PendingStep:
         return self.runner.launch(step)
 
+    def prepare_ahead(self) -> bool:
+        return False
+
     def end(self) -> None:
         self._parallel.leave()
 

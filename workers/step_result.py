@@ -61,5 +61,8 @@ class Engine(Protocol):
     def launch(self, step: SchedulerOutput) -> Pending:
         """Start a step; steps finish in the order of their launch."""
 
+    def prepare_ahead(self) -> bool:
+        """Use an idle moment to get ready for later steps; True when there may be more to do."""
+
     def end(self) -> None:
         """Leave the group, which frees peers that wait for this rank."""

@@ -1,0 +1,294 @@
+"""Process entry of a worker: one tensor-parallel rank, or a spare that may become one.
+
+    Setup -> (import) Ready -> StartEpoch -> weights, group, pool, warm-up -> EpochReady -> steps
+      ... -> StartEpoch of the next epoch -> group, warm-up -> EpochReady -> steps
+
+Does all I/O of the process: the control channel, the epoch's two sockets, the progress page. A step
+that fails ends the epoch for this rank: it leaves the group, tells core, and waits for the next.
+"""
+
+import logging
+import os
+import sys
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import zmq
+
+from nvserve.protocol.channel import Inbox, Outbox, core_to_worker, worker_to_core
+from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.codec import BadFrame, decode_to_worker, encode
+from nvserve.protocol.control import EpochBroken, Exit, Failed, Progress, Ready, StartEpoch
+from nvserve.protocol.messages import (
+    Gap,
+    Hello,
+    ModelOutput,
+    SchedulerOutput,
+    StepDone,
+    StepFailed,
+)
+from nvserve.protocol.progress import BEAT_S, Phase
+from nvserve.workers.step_result import Engine, ModelRefused, PeerLost, Pending, StepResult
+
+logger = logging.getLogger(__name__)
+
+IDLE_MS: Final = int(BEAT_S * 1000) // 2  # between two beats of an idle worker
+PROGRESS_S: Final = 0.1  # between two reports of one phase
+
+
+class Superseded(Exception):
+    """The launcher began another epoch while this one was still being joined."""
+
+    def __init__(self, start: StartEpoch) -> None:
+        super().__init__(f"epoch {start.epoch} begins")
+        self.start: Final = start
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way."""
+
+    step: int
+    pending: Pending
+
+
+class EpochServer:
+    """The sockets and the step counter of one epoch on one rank."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        child: Child,
+        engine: Engine,
+        start: StartEpoch,
+    ) -> None:
+        launch_dir = child.setup.launch_dir
+        self._child = child
+        self._engine = engine
+        self._epoch: Final = start.epoch
+        self._rank: Final = start.rank
+        self._expected = 0  # the step to come
+        self._launched: deque[Launched] = deque()
+        self._unsent: deque[bytes] = deque()
+        self._is_over = False  # a gap or a failed step: nothing more runs in this epoch
+        self._num_dropped = 0
+        self._inbox = Inbox(context, core_to_worker(launch_dir, start.epoch, start.rank))
+        self._outbox = Outbox(context, worker_to_core(launch_dir, start.epoch))
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(child.control.fileno(), zmq.POLLIN)
+        self._send(Hello(start.epoch, start.rank))
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+
+    def serve(self) -> StartEpoch:
+        """Run steps until the launcher begins the next epoch, which is returned."""
+        page = self._child.page
+        while True:
+            page.beat(Phase.FORWARD if self._launched else Phase.WAITING)
+            self._poller.poll(self._poll_ms())
+            start = receive_start(self._child)
+            if start is not None:
+                return start
+            frame = self._inbox.receive()
+            if frame is not None:
+                self._take(frame)
+            while self._launched and self._launched[0].pending.is_done():
+                self._finish(self._launched.popleft())
+            self._flush()
+
+    def _poll_ms(self) -> int:
+        if self._launched:
+            return min(IDLE_MS, self._launched[0].pending.poll_ms())
+        return IDLE_MS
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = decode_to_worker(frame)
+        except BadFrame as error:
+            self._drop(str(error))
+            return
+        match message:
+            case Hello():
+                logger.debug("core of life %d is connected", message.life)
+            case SchedulerOutput() if message.epoch != self._epoch:
+                self._drop(f"a step of epoch {message.epoch} in epoch {self._epoch}")
+            case SchedulerOutput() if not self._is_over:
+                self._run(message)
+
+    def _drop(self, why: str) -> None:
+        self._num_dropped += 1
+        logger.warning("dropped message %d: %s", self._num_dropped, why)
+
+    def _run(self, step: SchedulerOutput) -> None:
+        if step.step != self._expected:
+            self._give_up()
+            self._send(Gap(self._epoch, step.step, self._expected, self._rank))
+            return
+        self._expected += 1
+        page = self._child.page
+        page.step = step.step
+        page.beat(Phase.PREPARING)
+        try:
+            self._launched.append(Launched(step.step, self._engine.launch(step)))
+        except Exception as error:
+            self._fail(step.step, error)
+
+    def _finish(self, launched: Launched) -> None:
+        """Report a step that is done: rank 0 its tokens, the others a checksum of theirs."""
+        try:
+            result = launched.pending.result()
+        except Exception as error:
+            self._fail(launched.step, error)
+            return
+        self._child.page.beat(Phase.SENDING)
+        self._send(self._answer(launched.step, result))
+
+    def _answer(self, step: int, result: StepResult) -> msgspec.Struct:
+        checksum = zlib.crc32(result.tokens)
+        if self._rank != 0:
+            return StepDone(self._epoch, step, self._rank, checksum)
+        return ModelOutput(
+            self._epoch,
+            step,
+            result.tokens,
+            checksum=checksum,
+            logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
+            forward_ms=result.forward_ms,
+        )
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """The epoch is over on this rank. The process edge: any exception ends up here."""
+        self._give_up()
+        if isinstance(error, PeerLost):
+            logger.error("step %d: %s", step, error)
+        else:
+            logger.error("step %d failed", step, exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        self._send(StepFailed(self._epoch, step, self._rank, message))
+
+    def _give_up(self) -> None:
+        """Run nothing more in this epoch, and free the peers that wait for this rank."""
+        self._is_over = True
+        self._launched.clear()
+        self._engine.end()
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._unsent.append(encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what the socket takes; the rest waits for the next turn of the loop."""
+        while self._unsent and self._outbox.send(self._unsent[0]):
+            self._unsent.popleft()
+
+
+def receive_start(child: Child, timeout_s: float = 0.0) -> StartEpoch | None:
+    """The next epoch if the launcher begins one; ends the process when it is told to."""
+    match child.receive(timeout_s):
+        case StartEpoch() as start:
+            return start
+        case Exit():
+            os._exit(0)  # nothing to save, and the group's threads may never join
+        case None:
+            return None
+        case message:
+            logger.warning("a worker has no use for %s", type(message).__name__)
+            return None
+
+
+class Reporter:
+    """Progress of starting, to the launcher: every new phase, and a phase's parts now and then."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._phase = ""
+        self._told_s = 0.0
+
+    def __call__(self, phase: str, done: float) -> None:
+        now = time.monotonic()
+        if phase == self._phase and now - self._told_s < PROGRESS_S and done < 1.0:
+            return
+        self._phase, self._told_s = phase, now
+        self._child.send(Progress(phase, done))
+
+
+def make_engine(child: Child) -> Engine:
+    """The device this launch asks for. torch costs seconds, so only real devices import it."""
+    config, page = child.setup.config, child.page
+    if config.device == "sim":
+        from nvserve.workers.sim import SimEngine
+
+        return SimEngine(config, page)
+    from nvserve.workers.engine import TorchEngine
+
+    return TorchEngine(config, page)
+
+
+def wait_for_epoch(child: Child) -> StartEpoch:
+    """Idle until the launcher begins an epoch."""
+    while True:
+        child.page.beat(Phase.WAITING)
+        start = receive_start(child, BEAT_S / 2)
+        if start is not None:
+            return start
+
+
+def run_epoch(
+    context: "zmq.Context[zmq.Socket[bytes]]", child: Child, engine: Engine, start: StartEpoch
+) -> StartEpoch:
+    """Join an epoch and serve it; returns the one that ends it."""
+    page = child.page
+    page.epoch, page.step = start.epoch, -1
+
+    def wait(seconds: float) -> None:
+        page.beat(Phase.REBUILDING)
+        newer = receive_start(child, seconds)
+        if newer is not None:
+            raise Superseded(newer)
+
+    try:
+        ready = engine.begin(start, child.setup.launch_dir, wait, Reporter(child))
+    except Superseded as superseded:
+        return superseded.start
+    except PeerLost as error:
+        engine.end()
+        child.send(EpochBroken(start.epoch, -1, -1, str(error)))
+        return wait_for_epoch(child)
+    server = EpochServer(context, child, engine, start)
+    try:
+        child.send(ready)
+        return server.serve()
+    finally:
+        server.close()
+
+
+def main(argv: list[str]) -> int:
+    child = bootstrap(argv)
+    child.page.beat(Phase.LOADING)
+    child.send(Progress("import"))
+    engine = make_engine(child)
+    child.send(Ready())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    start = wait_for_epoch(child)
+    try:
+        while True:
+            start = run_epoch(context, child, engine, start)
+    except ModelRefused as error:
+        child.send(Failed(str(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
