@@ -75,6 +75,7 @@ class EpochServer:
         self._launched: deque[Launched] = deque()
         self._unsent: deque[bytes] = deque()
         self._is_over = False  # a gap or a failed step: nothing more runs in this epoch
+        self._may_prepare = True
         self._num_dropped = 0
         self._inbox = Inbox(context, core_to_worker(launch_dir, start.epoch, start.rank))
         self._outbox = Outbox(context, worker_to_core(launch_dir, start.epoch))
@@ -92,7 +93,8 @@ class EpochServer:
         page = self._child.page
         while True:
             page.beat(Phase.FORWARD if self._launched else Phase.WAITING)
-            self._poller.poll(self._poll_ms())
+            if not self._poller.poll(self._poll_ms()) and not self._launched:
+                self._prepare_ahead()
             start = receive_start(self._child)
             if start is not None:
                 return start
@@ -106,7 +108,16 @@ class EpochServer:
     def _poll_ms(self) -> int:
         if self._launched:
             return min(IDLE_MS, self._launched[0].pending.poll_ms())
-        return IDLE_MS
+        return 0 if self._may_prepare else IDLE_MS
+
+    def _prepare_ahead(self) -> None:
+        """Nothing to do: get ready for later steps, piece by piece, between two looks around."""
+        if not self._may_prepare:
+            return
+        try:
+            self._may_prepare = self._engine.prepare_ahead()
+        except Exception as error:
+            self._fail(self._expected, error)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -178,7 +189,7 @@ class EpochServer:
 
     def _give_up(self) -> None:
         """Run nothing more in this epoch, and free the peers that wait for this rank."""
-        self._is_over = True
+        self._is_over, self._may_prepare = True, False
         self._launched.clear()
         self._engine.end()
 

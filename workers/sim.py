@@ -87,16 +87,16 @@ class SimEngine:
         self._lengths[slots] += np.uint64(1)
         if step.chunks is not None:
             chunks = step.chunks
-            ends = [
-                start + count for start, count in zip(chunks.starts, chunks.counts, strict=True)
-            ]
-            self._lengths[chunks.slots] = ends
+            self._lengths[chunks.slots] = np.add(chunks.starts, chunks.counts)
             num_tokens += sum(chunks.counts)
             sampling = list(compress(chunks.slots, chunks.samples))
             slots = np.concatenate((slots, np.array(sampling, dtype=np.int64)))
         words = mix(self._seeds[slots], self._lengths[slots])
         tokens = self._usable_ids[words % np.uint64(len(self._usable_ids))]
         return self._pending(tokens.tobytes(), num_tokens)
+
+    def prepare_ahead(self) -> bool:
+        return False
 
     def end(self) -> None:
         pass
