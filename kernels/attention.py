@@ -161,16 +161,26 @@ def _no_triton(device: torch.device, dtype: torch.dtype, head_dim: int, block_si
     return ""
 
 
+def _no_fa3_and_triton(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str:
+    """Why FlashAttention 3 for prefill with our decode cannot serve this, or nothing."""
+    arguments = (device, dtype, head_dim, block_size)
+    return _no_fa3(*arguments) or _no_triton(*arguments)
+
+
 def _no_torch(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     return ""
 
 
-# Best first: without an override the first that can serve is taken, except that fa2 is only ever
-# taken by name, since it needs a block size that nobody has by accident.
+# Best first: without an override the first that can serve is taken. Behind torch, which always
+# can, stand those that are only ever taken by name: fa3 alone, and fa2, which needs a block size
+# that nobody has by accident.
 _REFUSALS: Final[dict[str, Callable[[torch.device, torch.dtype, int, int], str]]] = {
-    "fa3": _no_fa3,
+    "fa3+triton": _no_fa3_and_triton,
     "triton": _no_triton,
     "torch": _no_torch,
+    "fa3": _no_fa3,
     "fa2": _no_fa2,
 }
 
@@ -202,6 +212,8 @@ def _make(name: str) -> AttentionBackend:
         from nvserve.kernels.attention_triton import TritonBackend
 
         return TritonBackend()
-    from nvserve.kernels.attention_flash import Flash2Backend, Flash3Backend
+    from nvserve.kernels.attention_flash import Flash2Backend, Flash3Backend, MixedBackend
 
-    return Flash3Backend() if name == "fa3" else Flash2Backend()
+    if name == "fa2":
+        return Flash2Backend()
+    return Flash3Backend() if name == "fa3" else MixedBackend()

@@ -81,6 +81,20 @@ class Flash3Backend:
         return out.squeeze(1)
 
 
+class MixedBackend:
+    """Prefill by FlashAttention 3, decode by our kernels: the faster of the two for each."""
+
+    name = "fa3+triton"
+
+    def __init__(self) -> None:
+        # Triton is an import of its own, which fa3 alone does not need.
+        from nvserve.kernels.attention_triton import TritonBackend
+
+        self.prefill = Flash3Backend().prefill
+        decoder = TritonBackend()
+        self.plan_decode, self.decode = decoder.plan_decode, decoder.decode
+
+
 class Flash2Backend:
     """FlashAttention 2 (`flash_attn`): Ampere and later, 16 bits, pages of a multiple of 256."""
 

@@ -222,18 +222,20 @@ class Stack:
 
         def step() -> None:
             backend.plan_decode(meta, *shape, self.size, BLOCK_SIZE, DTYPE)
-            x, residual = embedded, None
+            residual = embedded.clone()
+            x = norm.rms_norm(residual, self.gain, 1e-6)
             for (w_qkv, w_out, w_in, w_down), cache in zip(self.layers, caches, strict=True):
-                qkv, residual = matmul.add_rms_norm_linear(x, residual, self.gain, 1e-6, w_qkv)
+                qkv = matmul.linear(x, w_qkv)
                 gains = (self.head_gain, self.head_gain, 1e-6)
                 q = rope.qk_norm_rope_cache(
                     qkv, positions, self.angles, *gains, cache[0], cache[1], slots, *shape
                 )
                 mixed = backend.decode(q, cache[0], cache[1], meta, self.size**-0.5)
                 x = matmul.linear(mixed.flatten(1), w_out)
-                gate_up, residual = matmul.add_rms_norm_linear(x, residual, self.gain, 1e-6, w_in)
-                x = matmul.silu_mul_linear(gate_up, w_down)
-            logits, _ = matmul.add_rms_norm_linear(x, residual, self.gain, 1e-6, self.head)
+                x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
+                x = matmul.silu_mul_linear(matmul.linear(x, w_in), w_down)
+                x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
+            logits = matmul.linear(x, self.head)
             sampling.gumbel_argmax(logits, temperature, positions, positions)
 
         return graph_us(step, 1)
