@@ -16,7 +16,7 @@ class Display:
 
     def __init__(self, lines: TextIO = sys.stderr, *, is_quiet: bool = False) -> None:
         self._lines: Final = lines
-        self._is_quiet: Final = is_quiet  # children's lines are not shown
+        self._is_quiet: Final = is_quiet  # only the bar, accidents and the end
         self._has_bar: Final = lines.isatty()
         self._bar = ""
         self._phases: dict[str, tuple[str, float]] = {}  # by process name
@@ -26,9 +26,10 @@ class Display:
         if not self._is_quiet:
             self._write(f"{time.strftime('%H:%M:%S')} {name} | {line}")
 
-    def note(self, line: str) -> None:
+    def note(self, line: str, *, is_urgent: bool = False) -> None:
         """A line of the launcher itself."""
-        self._write(f"{time.strftime('%H:%M:%S')} launcher | {line}")
+        if is_urgent or not self._is_quiet:
+            self._write(f"{time.strftime('%H:%M:%S')} launcher | {line}")
 
     def error(self, line: str) -> None:
         """A line of the account at the end, as it is."""
@@ -47,7 +48,7 @@ class Display:
         """The server is ready: `line` to standard output, details beside it."""
         self.settle()
         print(line, flush=True)
-        for detail in details:
+        for detail in details if not self._is_quiet else []:
             self._write(detail)
 
     def settle(self) -> None:

@@ -220,7 +220,7 @@ class Supervisor:
             self._selector.register(fd, selectors.EVENT_READ, lambda c=callback: c(child))
 
     def _note(self, text: str, accident: ChildId | None) -> None:
-        self._display.note(text)
+        self._display.note(text, is_urgent=accident is not None)
         if accident is None:
             return
         child = self._children[accident]
