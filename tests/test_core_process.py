@@ -263,6 +263,20 @@ def test_a_new_frontend_starts_with_nothing_and_the_old_requests_are_gone(rig: R
     assert stats.num_running + stats.num_waiting == 1
 
 
+def test_orders_for_an_older_life_or_epoch_are_ignored(rig: Rig) -> None:
+    rig.meet(life=2)
+    rig.start_epoch(tp_size=1)
+    rig.submit(7, max_tokens=5)
+    rig.expect_reply(Accepted)
+    rig.tell(Peers(1, CORE_LIFE))
+    rig.tell(Peers(3, CORE_LIFE + 1))
+    rig.tell(StartEpoch(0, 1, num_kv_blocks=40))
+    rig.run_step([11])
+    assert unpack_ids(rig.expect_reply(Emits).tokens) == [11]
+    rig.run_step([12])
+    assert unpack_ids(rig.expect_reply(Emits).tokens) == [12]
+
+
 def test_an_abort_is_answered_while_the_workers_are_silent(rig: Rig) -> None:
     rig.meet(life=1)
     rig.start_epoch(tp_size=1)

@@ -4,11 +4,13 @@ import math
 
 import pytest
 from model_check.world import (
+    Entry,
     assert_all_as_expected,
     assert_empty,
     make_world,
     refusal,
 )
+from msgspec.structs import replace
 
 from nvserve.protocol.messages import (
     FinishReason,
@@ -66,11 +68,14 @@ def test_a_prompt_must_leave_room_for_a_token(length: int, is_refused: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("length", "param"), [(48, "max_tokens"), (49, "prompt"), (30, "max_tokens")]
+    ("length", "max_tokens", "param"),
+    [(48, 100, "max_tokens"), (49, 100, "prompt"), (30, 20, "max_tokens")],
 )
-def test_a_request_that_can_never_fit_is_refused_with_both_numbers(length: int, param: str) -> None:
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(
+    length: int, max_tokens: int, param: str
+) -> None:
     world = make_world(num_blocks=4, block_size=16, max_model_len=4096)
-    answer = refusal(world, world.submit([2] * length, max_tokens=100))
+    answer = refusal(world, world.submit([2] * length, max_tokens=max_tokens))
     assert (answer.kind, answer.param) == (RefusalKind.INVALID, param)
     assert "needs" in answer.message
     assert "pool has 3" in answer.message
@@ -94,10 +99,11 @@ def test_over_the_queue_limit_a_submit_is_refused_busy_and_a_replay_is_not() -> 
     answer = refusal(world, world.submit([2, 3]))
     assert answer.kind is RefusalKind.BUSY
     assert answer.retry_after_s > 0
-    world.restart_core()
-    assert len(world.scheduler.requests) == 3
+    replay = replace(world.make_submit([2, 3], max_tokens=3), is_replay=True)
+    world.journal[replay.request_id] = Entry(replay)
+    world.scheduler.submit(replay)
     world.run()
-    assert len(world.closed) == 4
+    assert_all_as_expected(world, [replay.request_id])
 
 
 def test_a_doubled_submit_is_dropped_and_counted() -> None:
@@ -119,9 +125,19 @@ def test_submits_before_the_pool_is_known_are_answered_once_it_is() -> None:
     world.end(gone, FinishReason.ABORT)
     assert refusal(world, gone).kind is RefusalKind.DRAINING
     assert world.entry(good).answer is None
+    assert world.scheduler.plan() is None
     world.num_blocks = 9
     world.worker.num_blocks = 9
     world.start_epoch()
     assert refusal(world, never).param == "prompt"
     world.run()
     assert_all_as_expected(world, [good])
+
+
+def test_a_frontend_that_dies_takes_its_unanswered_submits_along() -> None:
+    world = make_world()
+    world.start_core()
+    world.submit([2, 3], max_tokens=3)
+    world.restart_frontend()
+    world.start_epoch()
+    assert not world.scheduler.requests

@@ -72,6 +72,7 @@ def test_a_waiting_request_can_be_aborted() -> None:
     world.step()
     world.end(waiting, FinishReason.ABORT)
     assert world.outcome(waiting) == ([], FinishReason.ABORT)
+    assert world.entry(waiting).cached == 0
     world.run()
     assert_empty(world)
 

@@ -45,6 +45,22 @@ def test_a_token_in_flight_at_a_preemption_is_kept() -> None:
     assert_all_as_expected(world, ids)
 
 
+def test_nobody_takes_the_place_of_a_request_whose_token_is_in_flight() -> None:
+    world = make_world(num_blocks=9, max_model_len=32)
+    for k in (2, 3, 4):
+        world.submit([k] * 6, max_tokens=20, ignore_eos=True)
+    world.send()
+    while True:
+        late = world.submit([6], max_tokens=1, ignore_eos=True)  # one block would do
+        world.send()
+        if world.scheduler.counters.preempted:
+            break
+        world.end(late, FinishReason.ABORT)
+        world.work()
+        world.deliver()
+    assert world.request(late).phase is Phase.WAITING
+
+
 def test_a_resumed_request_hits_its_own_blocks_and_counts_right() -> None:
     """Sixteen requests of 40 + 60 tokens with a shared prefix in a pool for one and a half."""
     preempted = 0
@@ -81,6 +97,37 @@ def test_a_request_preempted_many_times_keeps_its_output_and_its_counts() -> Non
         num_preempted += was_running and request.phase is Phase.WAITING
     assert num_preempted >= 3
     assert_all_as_expected(world, [victim])
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "growth"),
+    [(60, 28, 4), (60, 10, 2), (9, 28, 4), (5, 12, 1)],
+    ids=["roomy", "near its end", "alone", "short"],
+)
+def test_a_table_grows_ahead_as_far_as_it_is_needed_and_the_pool_allows(
+    num_blocks: int, max_tokens: int, growth: int
+) -> None:
+    world = make_world(num_blocks=num_blocks, max_model_len=32)
+    request_id = world.submit([2] * 3, max_tokens=max_tokens, ignore_eos=True)
+    world.step()
+    num_before = len(world.request(request_id).blocks)
+    while len(world.request(request_id).blocks) == num_before:
+        world.step()
+    assert len(world.request(request_id).blocks) - num_before == growth
+
+
+def test_an_admission_leaves_some_blocks_for_those_who_run() -> None:
+    world = make_world(num_blocks=9, max_model_len=32)
+    for k in (2, 3):
+        world.submit([k] * 11, max_tokens=20, ignore_eos=True)
+        world.step()
+    newcomer = world.submit([4] * 3, max_tokens=5, ignore_eos=True)
+    world.send()
+    assert world.scheduler.batch is not None
+    assert world.scheduler.batch.tables.pool.num_free == 1  # as many as it needs
+    assert world.request(newcomer).phase is Phase.WAITING
+    world.run()
+    assert_all_as_expected(world, [newcomer])
 
 
 def start_big_one_behind_a_long_decode(world: World) -> tuple[int, int]:
