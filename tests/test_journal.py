@@ -51,7 +51,8 @@ def test_any_order_of_emits_yields_a_prefix_of_the_true_output_or_a_gap(
     emits: list[tuple[int, int]],
 ) -> None:
     truth = list(range(100, 120))
-    journal, received = accepted(1), []
+    journal = accepted(1)
+    received: list[int] = []
     for first, count in emits:
         try:
             received += journal.append(1, first, truth[first : first + count], NONE) or []

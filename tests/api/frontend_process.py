@@ -56,6 +56,17 @@ class FrontendProcess:
         self.control: ControlChannel
         self._start(make_config(**changes), api_key)
 
+    def restart(self, **changes: Any) -> None:
+        """Kill it with SIGKILL and start the next life on the same listening socket."""
+        self.process.kill()
+        self.process.wait(5.0)
+        self.control.close()
+        if self.core is not None:
+            self.core.kill()
+            self.core = None
+        self.life += 1
+        self._start(make_config(**changes), "")
+
     def _start(self, config: Config, api_key: str) -> None:
         self.control, theirs = ControlChannel.pair()
         fds = (theirs.fileno(), self._listener.fileno())
@@ -108,9 +119,15 @@ class FrontendProcess:
         return status, json.loads(answer)
 
     def request(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        *,
+        limit_s: float = 10.0,
     ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=limit_s)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()

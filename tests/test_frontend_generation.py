@@ -1,0 +1,172 @@
+"""Choices turn ids into text over an engine that only records."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from nvserve.frontend.detokenizer import Vocabulary
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.generation import Choice, Delta, Generation, Plan
+from nvserve.frontend.journal import Entry
+from nvserve.frontend.params import TextRules
+from nvserve.protocol.messages import FinishReason
+from nvserve.protocol.sampling import SamplingParams
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo_model" / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(DEMO))
+VOCABULARY = Vocabulary(TOKENIZER, frozenset(range(5)))
+EOS = 1
+NONE, STOP, LENGTH = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH
+
+
+class RecordingEngine:
+    """Takes every request up to a limit and remembers what becomes of it."""
+
+    def __init__(self, max_requests: int = 100) -> None:
+        self.max_requests = max_requests
+        self.entries: list[Entry] = []
+        self.aborted: list[Entry] = []
+        self.finished: list[Entry] = []
+
+    def draw_seed(self) -> int:
+        return len(self.entries)
+
+    def submit(self, listener: Choice, **fields: Any) -> Entry:
+        if len(self.entries) == self.max_requests:
+            raise ApiError(429, "full")
+        entry = Entry(
+            len(self.entries), b"", fields["sampling"], fields["seed"], arrival=0.0, deadline=0.0
+        )
+        self.entries.append(entry)
+        return entry
+
+    def abort(self, entry: Entry) -> None:
+        self.aborted.append(entry)
+
+    def finish(self, entry: Entry) -> None:
+        self.finished.append(entry)
+
+
+Test = Callable[[RecordingEngine, Generation, list[Delta]], Coroutine[Any, Any, None]]
+
+
+def run(
+    test: Test,
+    *,
+    rules: TextRules | None = None,
+    sampling: SamplingParams | None = None,
+    num_choices: int = 1,
+    max_requests: int = 100,
+) -> None:
+    async def inside() -> None:
+        engine = RecordingEngine(max_requests)
+        plan = Plan(
+            prompts=[[7, 8]],
+            sampling=[sampling or SamplingParams(max_tokens=50)],
+            rules=rules or TextRules([], include_stop=False, skip_special=True),
+            num_choices=num_choices,
+            seed=5,
+        )
+        generation = Generation(engine, VOCABULARY, frozenset({EOS}), plan)  # type: ignore[arg-type]  # the engine's shape
+        await test(engine, generation, [])
+
+    asyncio.run(inside())
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def start(generation: Generation, deltas: list[Delta]) -> list[Choice]:
+    generation.start(lambda _, delta: deltas.append(delta))
+    return generation.choices
+
+
+def test_eos_ends_the_text_and_counts_as_a_token() -> None:
+    async def test(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        (choice,) = start(generation, deltas)
+        choice.on_accepted()
+        choice.on_tokens([*ids_of("king"), EOS], STOP, 2, None)
+        await generation.done()
+        assert (deltas[0].text, deltas[0].finish_reason) == ("king", "stop")
+        assert (choice.num_output_tokens, choice.cached) == (len(ids_of("king")) + 1, 2)
+
+    run(test)
+
+
+def test_a_stop_token_shows_only_when_asked_for() -> None:
+    word = ids_of(" king")
+
+    async def hidden(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        start(generation, deltas)[0].on_tokens([*ids_of("a"), *word], STOP, 0, None)
+        assert deltas[0].text == "a"
+
+    async def shown(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        start(generation, deltas)[0].on_tokens([*ids_of("a"), *word], STOP, 0, None)
+        assert deltas[0].text == "a king"
+
+    sampling = SamplingParams(max_tokens=50, stop_token_ids=[word[-1]])
+    run(hidden, sampling=sampling)
+    run(shown, sampling=sampling, rules=TextRules([], include_stop=True, skip_special=True))
+
+
+def test_an_unfinished_character_at_the_end_is_a_replacement() -> None:
+    async def test(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        (choice,) = start(generation, deltas)
+        first = VOCABULARY.table.index("한".encode()[:1])
+        choice.on_tokens([first], NONE, 0, None)
+        choice.on_tokens([first], LENGTH, 0, None)
+        assert [delta.text for delta in deltas] == ["", "\ufffd\ufffd"]
+
+    run(test)
+
+
+def test_a_stop_string_in_the_last_token_of_all_is_a_stop() -> None:
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        (choice,) = start(generation, deltas)
+        choice.on_tokens(ids_of("one END"), LENGTH, 0, None)
+        assert (deltas[0].text, deltas[0].finish_reason) == ("one ", "stop")
+        assert engine.finished == []  # core has ended it already
+
+    run(test, rules=TextRules(["END"], include_stop=False, skip_special=True))
+
+
+def test_choices_end_singly_and_the_generation_with_the_last() -> None:
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        first, second = start(generation, deltas)
+        first.on_tokens([300], LENGTH, 0, None)
+        assert not generation.is_over
+        second.on_tokens([300], LENGTH, 0, None)
+        await generation.done()
+        generation.abort()
+        assert engine.aborted == []
+
+    run(test, num_choices=2)
+
+
+def test_one_choice_that_is_refused_ends_all() -> None:
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        first, second, _ = start(generation, deltas)
+        first.on_accepted()
+        second.on_refused(ApiError(429, "busy"))
+        with pytest.raises(ApiError, match="busy"):
+            await generation.accepted()
+        with pytest.raises(ApiError, match="busy"):
+            await generation.done()
+        assert engine.aborted == engine.entries
+
+    run(test, num_choices=3)
+
+
+def test_a_queue_that_fills_up_midway_leaves_nothing_behind() -> None:
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        with pytest.raises(ApiError, match="full"):
+            start(generation, deltas)
+        assert engine.aborted == engine.entries
+        assert len(engine.entries) == 2
+
+    run(test, num_choices=3, max_requests=2)

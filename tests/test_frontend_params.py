@@ -1,0 +1,80 @@
+"""Client parameters become core's, with the model's defaults and derived seeds."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.params import (
+    Limits,
+    derive_seed,
+    resolve_max_tokens,
+    resolve_sampling,
+    resolve_seed,
+    resolve_text_rules,
+)
+from nvserve.protocol.client_messages import SamplingFields
+from nvserve.protocol.sampling import SamplingParams
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo_model" / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(DEMO))
+
+
+def resolve(fields: SamplingFields, **defaults: float) -> SamplingParams:
+    limits = Limits(max_model_len=100, vocab_size=1024, sampling_defaults=defaults)
+    return resolve_sampling(fields, limits, TOKENIZER, max_tokens=10, logprobs=None)
+
+
+def test_nothing_given_is_plain_sampling() -> None:
+    assert resolve(SamplingFields()) == SamplingParams(max_tokens=10)
+
+
+def test_the_models_defaults_hold_until_the_client_says_otherwise() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.9}
+    assert resolve(SamplingFields(), **defaults).temperature == 0.6
+    asked = resolve(SamplingFields(temperature=0.0, top_k=-1), **defaults)
+    assert (asked.temperature, asked.top_k, asked.top_p) == (0.0, -1, 0.9)
+
+
+def test_bad_words_are_told_apart_by_the_space_before_them() -> None:
+    words = resolve(SamplingFields(bad_words=["king"])).bad_words
+    spelled = {TOKENIZER.decode(ids) for ids in words}
+    assert spelled == {"king", " king"}
+
+
+def test_biases_have_ids_as_keys() -> None:
+    assert resolve(SamplingFields(logit_bias={"5": -3.0})).logit_bias == {5: -3.0}
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_derived_seeds_differ_and_the_first_is_the_clients(seed: int) -> None:
+    seeds = [derive_seed(seed, index) for index in range(128)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 128
+    assert all(0 <= derived < 2**63 for derived in seeds)
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_every_64_bit_seed_is_taken(seed: int) -> None:
+    folded = resolve_seed(seed)
+    assert folded is not None
+    assert 0 <= folded < 2**63
+
+
+def test_room_is_exact() -> None:
+    limits = Limits(100, 1024, {})
+    assert resolve_max_tokens(None, 90, limits, default=16, param="max_tokens") == 10
+    assert resolve_max_tokens(None, 10, limits, default=16, param="max_tokens") == 16
+    assert resolve_max_tokens(None, 10, limits, default=None, param="max_tokens") == 90
+    assert resolve_max_tokens(10, 90, limits, default=16, param="max_tokens") == 10
+    with pytest.raises(ApiError, match="90 prompt tokens leave 10 of the context of 100"):
+        resolve_max_tokens(11, 90, limits, default=16, param="max_tokens")
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert resolve_text_rules(SamplingFields(stop="x")).stops == ["x"]
+    assert resolve_text_rules(SamplingFields()).skip_special
+    assert not resolve_text_rules(SamplingFields(skip_special_tokens=False)).skip_special
