@@ -17,6 +17,9 @@ class StepDelta:
     """The columns of the next step; `take` builds the message and starts afresh."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._freed: list[int] = []
         self._leaves: list[int] = []
         self._joins: list[int] = []
@@ -62,7 +65,7 @@ class StepDelta:
             joins=self._joins or None,
             chunks=_chunks(self.chunks) if self.chunks else None,
         )
-        self.__init__()  # type: ignore[misc]  # the lists now belong to the message
+        self._start()  # the lists now belong to the message
         return output
 
 

@@ -3,7 +3,8 @@
 import zlib
 from array import array
 
-from model_check.world import World, make_world
+from model_check.cases import make_world
+from model_check.world import World
 
 from nvserve.core import logprobs
 from nvserve.core.emission import Emission

@@ -1,6 +1,6 @@
 """What core tells the frontend survives a full socket: nothing lost, order kept, merged."""
 
-from model_check.world import make_world
+from model_check.cases import make_world
 
 from nvserve.core.errors import RequestRefused
 from nvserve.core.replies import Replies, Reply, merge_emits

@@ -1,7 +1,8 @@
 """The search for a poison request: it alone fails, whatever company it comes in."""
 
 import pytest
-from model_check.world import World, make_world
+from model_check.cases import make_world
+from model_check.world import World
 
 from nvserve.core.request import Phase
 from nvserve.protocol.messages import FinishReason, StepFailed

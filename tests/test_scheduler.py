@@ -1,13 +1,8 @@
 """What the scheduler plans, one behaviour a test; the fake worker checks every message."""
 
 import pytest
-from model_check.world import (
-    World,
-    assert_all_as_expected,
-    assert_empty,
-    first_tokens,
-    make_world,
-)
+from model_check.cases import assert_all_as_expected, assert_empty, first_tokens, make_world
+from model_check.world import World
 
 from nvserve.core.request import ALLOWED, Phase
 from nvserve.protocol.codec import encode

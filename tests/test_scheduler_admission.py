@@ -3,13 +3,8 @@
 import math
 
 import pytest
-from model_check.world import (
-    Entry,
-    assert_all_as_expected,
-    assert_empty,
-    make_world,
-    refusal,
-)
+from model_check.cases import assert_all_as_expected, assert_empty, make_world, refusal
+from model_check.world import Entry
 from msgspec.structs import replace
 
 from nvserve.protocol.messages import (

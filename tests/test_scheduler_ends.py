@@ -1,10 +1,6 @@
 """Requests that end from outside: aborts, stop strings, deadlines, a frontend that died."""
 
-from model_check.world import (
-    assert_all_as_expected,
-    assert_empty,
-    make_world,
-)
+from model_check.cases import assert_all_as_expected, assert_empty, make_world
 
 from nvserve.protocol.messages import (
     FinishReason,

@@ -3,12 +3,8 @@
 import zlib
 
 import pytest
-from model_check.world import (
-    World,
-    assert_all_as_expected,
-    first_tokens,
-    make_world,
-)
+from model_check.cases import assert_all_as_expected, first_tokens, make_world
+from model_check.world import World
 
 from nvserve.core.request import Phase
 from nvserve.protocol.messages import (

@@ -3,7 +3,8 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from model_check.world import World, make_limits
+from model_check.cases import make_limits
+from model_check.world import World
 
 from nvserve.protocol.messages import FinishReason
 

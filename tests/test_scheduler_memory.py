@@ -1,12 +1,8 @@
 """A pool that is short: preemption, bypassing, and blocks shared by prefix."""
 
 import pytest
-from model_check.world import (
-    World,
-    assert_all_as_expected,
-    assert_empty,
-    make_world,
-)
+from model_check.cases import assert_all_as_expected, assert_empty, make_world
+from model_check.world import World
 
 from nvserve.core.request import Phase
 from nvserve.protocol.messages import (

@@ -6,8 +6,9 @@ NVSERVE_TEST_SCALE above 0.1 makes it proportionally more.
 import os
 
 import pytest
+from model_check.cases import make_limits
 from model_check.traffic import Traffic
-from model_check.world import World, make_limits
+from model_check.world import World
 
 NUM_WORLDS = 24 * 6
 SCALE = max(1.0, 10 * float(os.environ.get("NVSERVE_TEST_SCALE", "0.1")))
