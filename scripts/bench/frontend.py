@@ -1,0 +1,242 @@
+"""`nvserve bench frontend`: the control path alone, from core's plan to the bytes on the wire.
+
+A real launch whose simulated workers answer at once, and streaming clients that only count: every
+client keeps one connection and asks again as soon as its stream ends. Reported are tokens streamed
+per second in a window of steady load, and the CPU time each process spends per token.
+"""
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import click
+import uvloop
+
+from nvserve.scripts.bench.cpu_time import child_pids, cpu_s
+from nvserve.scripts.own_server import endpoint_or_own
+
+EVENT: Final = b'data: {"'
+DONE: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+TARGET_TOKENS_PER_S: Final = 40_000
+CONNECT_LIMIT_S: Final = 30.0
+STALL_LIMIT_S: Final = 20.0  # without any event of any stream
+TICK_S: Final = 0.1
+LOADER: Final = "load generator"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one run measured; rates over the window."""
+
+    num_clients: int
+    max_tokens: int
+    num_ranks: int
+    window_s: float
+    tokens_per_s: float
+    requests_per_s: float
+    cpu_us_per_token: dict[str, float]  # by process
+    cpu_share: dict[str, float]  # of one core, by process
+    is_on_target: bool
+
+
+class BenchFailed(click.ClickException):
+    """The run is worth nothing: one line saying why."""
+
+
+class Totals:
+    """What all streams together have received."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.num_requests = 0
+        self.failure = ""
+
+
+class StreamClient(asyncio.Protocol):
+    """One connection: sends the request, counts events, and sends it again at the end."""
+
+    def __init__(self, request: bytes, totals: Totals) -> None:
+        self._request: Final = request
+        self._totals: Final = totals
+        self._transport: asyncio.Transport | None = None
+        self._tail = b""  # of what came last: an event or the end may be cut anywhere
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as TCP's
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        joined = self._tail + data
+        self._totals.num_events += joined.count(EVENT) - self._tail.count(EVENT)
+        self._tail = joined[-len(DONE) :]
+        if self._tail == DONE:
+            self._tail = b""
+            self._totals.num_requests += 1
+            if self._transport is not None:
+                self._transport.write(self._request)
+        elif joined.startswith(b"HTTP/1.1 ") and not joined.startswith(b"HTTP/1.1 200 "):
+            self._totals.failure = joined[:300].decode(errors="replace")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._totals.failure = self._totals.failure or f"a connection was lost: {exc}"
+
+    def close(self) -> None:
+        """Leave without that counting as a loss."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+def make_request(host: str, number: int, *, num_prompt: int, max_tokens: int) -> bytes:
+    """One client's request: a prompt of its own, in ids, and a fixed number of tokens."""
+    body = {
+        "prompt": [5 + (number * 7 + index) % 90 for index in range(num_prompt)],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    raw = json.dumps(body).encode()
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    ).encode() + raw
+
+
+class Reading:
+    """CPU seconds of every process, events and the time, at one moment."""
+
+    def __init__(self, pids: dict[str, int], totals: Totals) -> None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.time_s = time.monotonic()
+        self.cpu_s = {name: cpu_s(pid) for name, pid in pids.items()}
+        self.cpu_s[LOADER] = usage.ru_utime + usage.ru_stime
+        self.num_events = totals.num_events
+        self.num_requests = totals.num_requests
+
+
+async def drive(
+    url: str, requests: Sequence[bytes], pids: dict[str, int], *, warm_up_s: float, window_s: float
+) -> tuple[Reading, Reading]:
+    """Load the server with one client for each request; readings at both ends of the window."""
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
+    loop = asyncio.get_running_loop()
+    totals = Totals()
+    clients: list[StreamClient] = []
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            for request in requests:
+                client = StreamClient(request, totals)
+                await loop.create_connection(partial(_same, client), host, int(port))
+                clients.append(client)
+        await _watch(totals, warm_up_s)
+        before = Reading(pids, totals)
+        await _watch(totals, window_s)
+        return before, Reading(pids, totals)
+    finally:
+        for client in clients:
+            client.close()
+
+
+def _same(client: StreamClient) -> StreamClient:
+    return client
+
+
+async def _watch(totals: Totals, duration_s: float) -> None:
+    """Let the load run for a while; fail when a stream fails or nothing moves."""
+    end_s = last_s = time.monotonic()
+    end_s += duration_s
+    num_events = totals.num_events
+    while (now_s := time.monotonic()) < end_s:
+        await asyncio.sleep(min(TICK_S, end_s - now_s))
+        if totals.failure:
+            raise BenchFailed(totals.failure)
+        if totals.num_events != num_events:
+            num_events, last_s = totals.num_events, now_s
+        elif now_s - last_s > STALL_LIMIT_S:
+            raise BenchFailed(f"no token for {STALL_LIMIT_S:g} s")
+
+
+def summarize(
+    before: Reading, after: Reading, *, num_clients: int, max_tokens: int, num_ranks: int
+) -> Report:
+    """Differences over the window."""
+    window_s = after.time_s - before.time_s
+    num_events = after.num_events - before.num_events
+    if not num_events:
+        raise BenchFailed("no token was streamed in the window")
+    spent = {name: after.cpu_s[name] - before.cpu_s[name] for name in after.cpu_s}
+    return Report(
+        num_clients=num_clients,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        window_s=round(window_s, 2),
+        tokens_per_s=round(num_events / window_s, 1),
+        requests_per_s=round((after.num_requests - before.num_requests) / window_s, 2),
+        cpu_us_per_token={name: round(s * 1e6 / num_events, 2) for name, s in spent.items()},
+        cpu_share={name: round(s / window_s, 3) for name, s in spent.items()},
+        is_on_target=num_events / window_s >= TARGET_TOKENS_PER_S,
+    )
+
+
+def print_report(report: Report) -> None:
+    """A table for people."""
+    click.echo(
+        f"{report.num_clients} streams, {report.max_tokens} tokens each, tp {report.num_ranks}: "
+        f"{report.tokens_per_s:,.0f} tokens/s, {report.requests_per_s:,.1f} requests/s "
+        f"(target {TARGET_TOKENS_PER_S:,} tokens/s)"
+    )
+    click.echo(f"{'process':<16}{'CPU us/token':>14}{'share of a core':>17}")
+    for name, microseconds in report.cpu_us_per_token.items():
+        click.echo(f"{name:<16}{microseconds:>14.2f}{report.cpu_share[name]:>16.0%}")
+
+
+@click.command()
+@click.option("--endpoint", default=None, help="A running server's URL.  [default: an own one]")
+@click.option("--clients", default=256, help="Streams at once.", show_default=True)
+@click.option("--prompt-tokens", default=16, help="Of each request.", show_default=True)
+@click.option("--max-tokens", default=512, help="Of each request.", show_default=True)
+@click.option("--tp", default=1, help="Simulated ranks of an own server.", show_default=True)
+@click.option("--warm-up", "warm_up_s", default=3.0, help="Seconds.", show_default=True)
+@click.option("--window", "window_s", default=10.0, help="Seconds measured.", show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file of the result.")
+def frontend(
+    endpoint: str | None,
+    clients: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    tp: int,
+    warm_up_s: float,
+    window_s: float,
+    output: Path | None,
+) -> None:
+    """Tokens streamed per second over HTTP by the control path alone, and where the time goes."""
+    flags = ["--device", "sim", "--tp", str(tp), "--max-num-seqs", str(max(clients, 1))]
+    with endpoint_or_own(endpoint, flags) as url:
+        pids = child_pids(url)
+        requests = [
+            make_request(
+                url.removeprefix("http://"),
+                number,
+                num_prompt=prompt_tokens,
+                max_tokens=max_tokens,
+            )
+            for number in range(clients)
+        ]
+        before, after = uvloop.run(
+            drive(url, requests, pids, warm_up_s=warm_up_s, window_s=window_s)
+        )
+    report = summarize(before, after, num_clients=clients, max_tokens=max_tokens, num_ranks=tp)
+    print_report(report)
+    if output is not None:
+        output.write_text(json.dumps(asdict(report), indent=2) + "\n")
