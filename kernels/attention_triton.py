@@ -50,6 +50,7 @@ class TritonBackend:
         meta: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
+        assert q.shape[0] == meta.seq_lens.shape[0], "a decode step has one query a request"
         shape = attention_decode.decode_shape(q.dtype, q.shape[2], q.shape[0])
         plan = meta.decode_plan
         if plan is None:

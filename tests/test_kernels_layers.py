@@ -3,12 +3,22 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nvserve.kernels import activation, attention, matmul, norm, reference, rope
+from nvserve.kernels import (
+    activation,
+    attention,
+    attention_flash,
+    matmul,
+    norm,
+    reference,
+    rope,
+)
 
 CPU = torch.device("cpu")
 
@@ -180,6 +190,36 @@ def test_a_cpu_gets_torch_attention_and_a_reason_for_every_other() -> None:
     for name, reason in (("fa3", "CUDA"), ("fa2", "CUDA"), ("triton", ""), ("best", "there are")):
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             attention.select_backend(CPU, torch.bfloat16, 64, 16, name)
+
+
+def test_flash_attention_3_is_told_the_lengths_the_pages_and_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def attend(q: torch.Tensor, *caches: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return q + 1
+
+    library = SimpleNamespace(
+        flash_attn_with_kvcache=attend,
+        get_scheduler_metadata=lambda *sizes, **options: torch.tensor(sizes[2]),
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", library)
+    backend = attention_flash.Flash3Backend()
+    cache, tables = torch.zeros(2, 16, 1, 8), torch.zeros(3, 5, dtype=torch.int32)
+    lengths, starts = torch.ones(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    meta = attention.AttentionMetadata(starts, lengths, tables, 1, 80)
+    backend.plan_decode(meta, 2, 1, 8, 16, torch.bfloat16)
+    q = torch.zeros(3, 2, 8)
+    assert torch.equal(backend.decode(q, cache, cache, meta, 0.5), q + 1)
+    assert torch.equal(backend.prefill(q, cache, cache, meta, 0.5), q + 1)
+    assert calls[0]["scheduler_metadata"] == 80
+    assert calls[1]["cu_seqlens_q"] is starts
+    for call in calls:
+        assert call["cache_seqlens"] is lengths
+        assert call["page_table"] is tables
+        assert call["causal"]
 
 
 def test_flash_attention_refusals_name_what_is_wrong() -> None:

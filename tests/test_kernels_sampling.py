@@ -1,7 +1,7 @@
 """The sampling references: known random words, distributions, truncation by hand, penalties."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,18 +12,40 @@ from nvserve.kernels import sampling
 NUM_DRAWS = 20_000
 
 
-def rows(num: int, **values: float) -> dict[str, torch.Tensor]:
-    """Arguments of sample() for num rows of one kind, one position each."""
-    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **values}
-    arguments = {name: torch.full((num,), float(value)) for name, value in full.items()}
-    arguments["top_k"] = arguments["top_k"].to(torch.int32)
-    return {**arguments, "seeds": torch.full((num,), 7), "positions": torch.arange(num)}
+class Rows(NamedTuple):
+    """The arguments of sample() after the logits."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
 
 
-def kept_ids(logits: list[float], **values: float) -> list[int]:
-    arguments = rows(1, **values)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    keep = reference.kept(torch.tensor([logits]), *(arguments[name] for name in names))
+def rows(
+    num: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Rows:
+    """num rows of one kind, one position each."""
+    return Rows(
+        torch.full((num,), temperature),
+        torch.full((num,), top_k, dtype=torch.int32),
+        torch.full((num,), top_p),
+        torch.full((num,), min_p),
+        torch.full((num,), 7),
+        torch.arange(num),
+    )
+
+
+def kept_ids(
+    logits: list[float],
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    temperature: float = 1.0,
+) -> list[int]:
+    row = rows(1, temperature, top_k, top_p, min_p)
+    keep = reference.kept(torch.tensor([logits]), row.temperature, row.top_k, row.top_p, row.min_p)
     return keep[0].nonzero().flatten().tolist()
 
 
@@ -37,13 +59,9 @@ def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 # -- noise -----------------------------------------------------------------------------------------
-def word(*values: int) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.tensor([value]) for value in values)
-
-
 def test_philox_gives_the_published_words_for_key_and_counter_zero() -> None:
-    c0, c1, c2 = word(0, 0, 0)
-    words = reference.philox(torch.tensor([0]), (c0, c1, c2))[0].tolist()
+    zero = torch.tensor([0])
+    words = reference.philox(zero, (zero, zero, zero))[0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
@@ -96,17 +114,19 @@ def test_noise_depends_only_on_seed_position_and_global_id() -> None:
 # -- choosing --------------------------------------------------------------------------------------
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
-    values, ids = sampling.gumbel_argmax(logits, torch.zeros(2), *word(1, 1), 100)
+    values, ids = sampling.gumbel_argmax(
+        logits, torch.zeros(2), torch.tensor([1, 1]), torch.tensor([1, 1]), 100
+    )
     assert ids.tolist() == [101, 100]
     assert values.tolist() == [3.0, 2.0]
-    assert sampling.sample(logits, **rows(2, temperature=9e-6, top_k=2)).tolist() == [1, 0]
+    assert sampling.sample(logits, *rows(2, temperature=9e-6, top_k=2)).tolist() == [1, 0]
 
 
 def test_shards_together_choose_what_the_whole_vocabulary_chooses() -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 101)
-    names = ("temperature", "seeds", "positions")
-    arguments = [rows(50, temperature=0.8)[name] for name in names]
+    row = rows(50, temperature=0.8)
+    arguments = (row.temperature, row.seeds, row.positions)
     _, expected = sampling.gumbel_argmax(logits, *arguments)
     parts = [(0, 37), (37, 70), (70, 101)]
     shards = [sampling.gumbel_argmax(logits[:, a:b], *arguments, a) for a, b in parts]
@@ -117,25 +137,24 @@ def test_shards_together_choose_what_the_whole_vocabulary_chooses() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0, 0.2])
-    ids = sampling.sample(logits.expand(NUM_DRAWS, -1), **rows(NUM_DRAWS, temperature=temperature))
+    ids = sampling.sample(logits.expand(NUM_DRAWS, -1), *rows(NUM_DRAWS, temperature=temperature))
     counts = torch.bincount(ids, minlength=8).double()
     assert chi_square_p(counts, (logits.double() / temperature).softmax(0)) > 0.001
 
 
 def test_draws_over_seeds_follow_the_softmax_too() -> None:
     logits = torch.tensor([0.3, 0.0, 1.0, -0.5])
-    arguments = {
-        **rows(NUM_DRAWS),
-        "seeds": torch.arange(NUM_DRAWS) * 2**33,
-        "positions": torch.zeros(NUM_DRAWS, dtype=torch.int64),
-    }
-    counts = torch.bincount(sampling.sample(logits.expand(NUM_DRAWS, -1), **arguments)).double()
+    same_place = torch.zeros(NUM_DRAWS, dtype=torch.int64)
+    arguments = rows(NUM_DRAWS)._replace(
+        seeds=torch.arange(NUM_DRAWS) * 2**33, positions=same_place
+    )
+    counts = torch.bincount(sampling.sample(logits.expand(NUM_DRAWS, -1), *arguments)).double()
     assert chi_square_p(counts, logits.double().softmax(0)) > 0.001
 
 
 def test_truncated_draws_follow_the_renormalized_softmax() -> None:
     logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0, 0.2])
-    ids = sampling.sample(logits.expand(NUM_DRAWS, -1), **rows(NUM_DRAWS, top_k=4, top_p=0.9))
+    ids = sampling.sample(logits.expand(NUM_DRAWS, -1), *rows(NUM_DRAWS, top_k=4, top_p=0.9))
     kept = kept_ids(logits.tolist(), top_k=4, top_p=0.9)
     counts = torch.bincount(ids, minlength=8).double()
     assert counts.sum() == counts[kept].sum()
@@ -186,9 +205,8 @@ def test_truncation_agrees_with_transformers() -> None:
     scores = logits
     for warper in chain:
         scores = warper(torch.zeros(40, 1, dtype=torch.long), scores)
-    arguments = rows(40, temperature=0.7, top_k=30, top_p=0.8, min_p=0.05)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    keep = reference.kept(logits, *(arguments[name] for name in names))
+    row = rows(40, temperature=0.7, top_k=30, top_p=0.8, min_p=0.05)
+    keep = reference.kept(logits, row.temperature, row.top_k, row.top_p, row.min_p)
     assert torch.equal(keep, scores.isfinite())
 
 

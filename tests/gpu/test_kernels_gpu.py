@@ -5,7 +5,7 @@ that process); dependent launch and CUDA graphs need the GPU.
 """
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -112,17 +112,18 @@ def test_rope_writes_what_the_reference_writes(
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
     positions = torch.randint(0, 100, (num_tokens,)).to(DEVICE)
     slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(DEVICE, torch.int32)
-    weights = [random(head_dim, dtype=dtype) if wanted else None for wanted in norms]
-    caches = [random(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype) for _ in "kv"]
-    copies = [cache.clone() for cache in caches]
-    shape = (num_heads, num_kv_heads)
-    out = rope.qk_norm_rope_cache(qkv, positions, cos_sin, *weights, 1e-6, *caches, slots, *shape)
-    expected = reference.qk_norm_rope_cache(
-        qkv, positions, cos_sin, *weights, 1e-6, *copies, slots, *shape
+    q_gain, k_gain = (random(head_dim, dtype=dtype) if wanted else None for wanted in norms)
+    keys, values = (
+        random(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype) for _ in "kv"
     )
+    expected_keys, expected_values = keys.clone(), values.clone()
+    head = (qkv, positions, cos_sin, q_gain, k_gain, 1e-6)
+    shape = (slots, num_heads, num_kv_heads)
+    out = rope.qk_norm_rope_cache(*head, keys, values, *shape)
+    expected = reference.qk_norm_rope_cache(*head, expected_keys, expected_values, *shape)
     assert_close(out, expected, TOLERANCE[dtype])
-    assert_close(caches[0], copies[0], TOLERANCE[dtype])
-    assert torch.equal(caches[1], copies[1])
+    assert_close(keys, expected_keys, TOLERANCE[dtype])
+    assert torch.equal(values, expected_values)
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -259,7 +260,18 @@ def test_a_decode_graph_captured_at_length_1_is_right_at_any_length(name: str) -
 VOCABULARIES = [500] if INTERPRETED else [500, 32_003, 151_936]
 
 
-def rows(num_rows: int) -> dict[str, torch.Tensor]:
+class Rows(NamedTuple):
+    """The arguments of sample() after the logits."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+
+def rows(num_rows: int) -> Rows:
     """One of each kind of row, repeated: greedy, plain, top-k, top-p, min-p and all of them."""
     kinds = torch.tensor(
         [
@@ -277,14 +289,35 @@ def rows(num_rows: int) -> dict[str, torch.Tensor]:
         ]
     )
     kinds = kinds[torch.arange(num_rows) % len(kinds)].to(DEVICE)
-    return {
-        "temperature": kinds[:, 0].contiguous(),
-        "top_k": kinds[:, 1].to(torch.int32),
-        "top_p": kinds[:, 2].contiguous(),
-        "min_p": kinds[:, 3].contiguous(),
-        "seeds": torch.randint(-(2**63), 2**63 - 1, (num_rows,)).to(DEVICE),
-        "positions": torch.randint(0, 2**33, (num_rows,)).to(DEVICE),
-    }
+    return Rows(
+        kinds[:, 0].contiguous(),
+        kinds[:, 1].to(torch.int32),
+        kinds[:, 2].contiguous(),
+        kinds[:, 3].contiguous(),
+        torch.randint(-(2**63), 2**63 - 1, (num_rows,)).to(DEVICE),
+        torch.randint(0, 2**33, (num_rows,)).to(DEVICE),
+    )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_random_bits_equal_the_reference_bits() -> None:
+    import triton
+    import triton.language as tl
+
+    from nvserve.kernels import noise
+
+    def store_bits(out_ptr, seed_ptr, position_ptr, first_group):  # type: ignore[no-untyped-def]
+        groups = first_group + tl.arange(0, 16)
+        bits = noise.token_bits(tl.load(seed_ptr), tl.load(position_ptr), groups)
+        tl.store(out_ptr + tl.arange(0, 64), bits.to(tl.int64))
+
+    store_bits.__globals__.update(tl=tl, noise=noise)
+    kernel = triton.jit(store_bits)
+    for seed, position, group in ((0, 0, 0), (-1, 2**33 + 7, 37_983), (2**62 + 9, 2**31, 5)):
+        key, place = torch.tensor([seed]).to(DEVICE), torch.tensor([position]).to(DEVICE)
+        out = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+        kernel[(1,)](out, key, place, group)
+        assert torch.equal(out, reference_sampling.token_bits(key, place, 64, 4 * group)[0])
 
 
 @pytest.mark.parametrize("first_token_id", [0, 4096, 37])
@@ -294,8 +327,8 @@ def test_gumbel_argmax_picks_the_reference_token(
     num_tokens: int, first_token_id: int, dtype: torch.dtype
 ) -> None:
     logits = 3 * random(12, num_tokens, dtype=dtype)
-    names = ("temperature", "seeds", "positions")
-    arguments = [rows(12)[name] for name in names]
+    row = rows(12)
+    arguments = (row.temperature, row.seeds, row.positions)
     values, ids = sampling.gumbel_argmax(logits, *arguments, first_token_id)
     expected = reference_sampling.perturb(logits, *arguments, first_token_id)
     best, best_ids = reference_sampling.gumbel_argmax(logits, *arguments, first_token_id)
@@ -316,8 +349,8 @@ def test_sample_picks_the_reference_token(
     logits = spread * random(num_rows, num_tokens, dtype=dtype)
     logits[:, ::7] = float("-inf")
     arguments = rows(num_rows)
-    ids = sampling.sample(logits, **arguments)
-    expected = reference_sampling.sample(logits, **arguments)
+    ids = sampling.sample(logits, *arguments)
+    expected = reference_sampling.sample(logits, *arguments)
     # A nucleus' edge is a sum of rounded terms, so a rare row may differ; greedy rows never.
     assert (ids == expected).float().mean() >= 0.95
     assert torch.equal(ids[::10], expected[::10])
@@ -326,10 +359,10 @@ def test_sample_picks_the_reference_token(
 def test_sample_with_ties_takes_the_reference_token() -> None:
     logits = torch.randint(-3, 3, (40, 700)).float().to(DEVICE)[: 10 if INTERPRETED else 40]
     arguments = rows(len(logits))
-    ids = sampling.sample(logits, **arguments)
-    assert torch.equal(ids, reference_sampling.sample(logits, **arguments))
+    ids = sampling.sample(logits, *arguments)
+    assert torch.equal(ids, reference_sampling.sample(logits, *arguments))
     nothing = torch.full((2, 64), float("-inf"), device=DEVICE)
-    assert sampling.sample(nothing, **rows(2)).max() < 64
+    assert sampling.sample(nothing, *rows(2)).max() < 64
 
 
 @pytest.mark.parametrize("num_tokens", [100] if INTERPRETED else [100, 32_003])
