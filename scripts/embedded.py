@@ -20,6 +20,7 @@ from nvserve.scripts.children import API_KEY_VARIABLE
 
 READY_LINE: Final = re.compile(r"nvserve is ready: (\S+)$")
 ZMQ_LINE: Final = re.compile(r"  ZMQ clients: (\S+)$")  # the last line of a start
+ACCOUNTS: Final = ("nvserve: ", "Error: ")  # how the launcher's own account of its end begins
 STOP_LIMIT_S: Final = 10.0  # for an orderly end; then SIGKILL
 DEAD_LIMIT_S: Final = 5.0  # after SIGKILL
 MAX_TAIL: Final = 60  # lines kept for an error's text
@@ -72,12 +73,14 @@ class EmbeddedLaunch:
         return self.announcement
 
     def last_words(self) -> str:
-        """Its last lines, and how it ended if it has."""
+        """Its own account of its end, or its last lines if it has given none."""
         if self._failure is not None:
             return f"cannot start Python: {self._failure}"
         code = self._process.poll() if self._process is not None else None
         ending = "" if code is None else f"nvserve launch ended with exit status {code}\n"
-        return ending + "\n".join(self._tail)
+        lines = list(self._tail)
+        accounts = [place for place, line in enumerate(lines) if line.startswith(ACCOUNTS)]
+        return ending + "\n".join(lines[accounts[0] :] if accounts else lines)
 
     def stop(self) -> None:
         """End it and wait until it is gone; harmless when it is."""

@@ -168,9 +168,10 @@ class LLM:
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
-            self._tokenizer.no_padding()
-            self._tokenizer.no_truncation()
+            tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            self._tokenizer = tokenizer
         found = iter(self._tokenizer.encode_batch_fast(texts) if self._tokenizer else ())
         return [next(found).ids if isinstance(p, str) else [int(i) for i in p] for p in prompts]
 

@@ -1,0 +1,167 @@
+"""`bench throughput`, `latency` and `startup`: their parts, and small runs of the demo model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from nvserve.protocol.config import Config, ModelFacts
+from nvserve.scripts import embedded, python_child
+from nvserve.scripts.bench.engine import format_table, parse_numbers
+from nvserve.scripts.bench.floors import Floors, StepFloor
+from nvserve.scripts.bench.latency import LINES, latency, rig_figures
+from nvserve.scripts.bench.rig import StepTimes
+from nvserve.scripts.bench.startup import parse_details, startup
+from nvserve.scripts.bench.throughput import add_floors, parse_output_lens, throughput
+from nvserve.scripts.startup import StartTimes, describe_start
+
+SMALL = ["--device", "cpu", "--num-kv-blocks", "200", "--max-num-seqs", "8"]
+
+
+def step(forward_ms: float, answer_ms: float, interval_ms: float) -> StepTimes:
+    return StepTimes(
+        plan_ms=0.25,
+        send_ms=0.5,
+        answer_ms=answer_ms,
+        commit_ms=0.125,
+        emit_ms=0.0625,
+        forward_ms=forward_ms,
+        interval_ms=interval_ms,
+    )
+
+
+def ready_details() -> list[str]:
+    """What a launch prints after its ready line, from its own code."""
+    facts = ModelFacts("L", vocab_size=9, num_layers=1, num_kv_heads=1, context_len=9)
+    config = Config(model="/m", facts=facts, served_model_names=["m"])
+    times = StartTimes(
+        begun=100.0,
+        ready={"core": 100.5, "frontend": 101.25, "worker 0": 102.0},
+        phases={"worker 0": {"weights": 1.25, "warm-up": 0.5}},
+        zmq_endpoint="tcp://127.0.0.1:5",
+    )
+    line, details = describe_start(config, "http://h:1", times, total_s=3.0, num_kv_blocks=7)
+    assert embedded.READY_LINE.match(line)
+    return details
+
+
+def test_the_lines_of_a_start_are_understood() -> None:
+    details = ready_details()
+    found = [embedded.ZMQ_LINE.match(line) for line in details]
+    assert [match.group(1) for match in found if match] == ["tcp://127.0.0.1:5"]
+    assert found[-1], "the line that ends a start comes last"
+    assert parse_details(details) == {
+        "core started": 0.5,
+        "frontend started": 1.2,
+        "worker 0 started": 2.0,
+        "worker 0: weights": 1.2,
+        "worker 0: warm-up": 0.5,
+    }
+
+
+def test_the_parts_of_a_step_are_medians_of_the_right_runs() -> None:
+    single = [step(4.0, 6.0, 9.0), step(4.0, 6.5, 9.0), step(4.0, 99.0, 9.0)]
+    overlapped = [step(5.0, 8.0, 5.5)] * 3
+    figures = rig_figures(single=single, overlapped=overlapped)
+    assert figures == {
+        "scheduler": 0.375,
+        "message": 0.5,
+        "emit": 0.0625,
+        "exchange": 2.5,
+        "forward": 5.0,
+        "step, core": 5.5,
+        "idle": 0.5,
+    }
+    assert set(figures) <= set(LINES)
+    assert set(rig_figures(single=[], overlapped=[]).values()) == {None}
+
+
+def test_a_step_is_divided_by_its_own_floor() -> None:
+    floors = Floors("gpu", 4.2, 3.9, {8: StepFloor(bytes_ms=1.5, floor_ms=2.0, projections_ms=1.0)})
+    steps: dict[int, dict[str, float | None]] = {8: {"step_ms": 3.0, "median_step_ms": 2.9}}
+    assert add_floors(steps, floors)[8] == {
+        "step_ms": 3.0,
+        "median_step_ms": 2.9,
+        "bytes_ms": 1.5,
+        "floor_ms": 2.0,
+        "ratio": 1.5,
+    }
+    assert add_floors(steps, None)[8]["ratio"] is None
+
+
+def test_a_table_aligns_numbers_to_the_right_and_texts_to_the_left() -> None:
+    rows: list[list[object]] = [["a", 1, 2.5], ["bcd", 100, None]]
+    assert format_table(["x", "n", "ms"], rows).splitlines() == [
+        "x      n     ms",
+        "a      1  2.500",
+        "bcd  100      -",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-3"])
+def test_a_list_of_other_things_than_positive_integers_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="positive integers"):
+        parse_numbers(text)
+
+
+@pytest.mark.parametrize("text", ["16", "16,16", "144,16", "1,2,3"])
+def test_output_lengths_must_be_a_shorter_and_a_longer_one(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="shorter"):
+        parse_output_lens(text)
+
+
+def test_a_model_that_is_neither_folder_nor_shape_is_one_clear_error() -> None:
+    run = CliRunner().invoke(throughput, ["--model", "gpt-5"])
+    assert run.exit_code == 1
+    assert "no model folder, and none of qwen3-0.6b" in run.output
+
+
+# -- whole runs on the demo model ------------------------------------------------------------------
+
+
+def run_json(command: click.Command, path: Path, *flags: str) -> dict[str, Any]:
+    run = CliRunner().invoke(command, [*SMALL, "--output", str(path), *flags])
+    assert run.exit_code == 0, run.output
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_child.environment()["PYTHONPATH"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_throughput_measures_mix_and_steps_of_the_demo_model(tmp_path: Path) -> None:
+    mix = ["--num-requests", "4", "--min-len", "3", "--max-input-len", "9", "--max-output-len", "6"]
+    steps = ["--batches", "1,3", "--context", "8", "--output-lens", "2,18", "--step-rounds", "1"]
+    result = run_json(throughput, tmp_path / "r.json", *mix, *steps)
+    assert len(result["mix"]) == 2
+    assert all(one["out_tok_s"] > 0 for one in result["mix"])
+    assert set(result["steps"]) == {"1", "3"}
+    for figures in result["steps"].values():
+        assert figures["median_step_ms"] > 0
+        assert figures["floor_ms"] is None
+
+
+def test_latency_takes_the_step_of_the_demo_model_apart(tmp_path: Path) -> None:
+    flags = ["--batches", "1,3", "--context", "8", "--output-len", "24"]
+    result = run_json(latency, tmp_path / "r.json", *flags)
+    for figures in result["batches"].values():
+        assert set(figures) == set(LINES)
+        assert figures["floor"] is None
+        assert 0 < figures["forward"] <= figures["step, client"] * 3
+        assert figures["scheduler"] > 0
+        assert figures["exchange"] > 0
+
+
+def test_startup_times_every_round_by_phase(tmp_path: Path) -> None:
+    result = run_json(startup, tmp_path / "r.json", "--num-rounds", "1")
+    [phases] = result["rounds"]
+    assert phases["ready"] > 0
+    assert result["median_ready_s"] == phases["ready"]
+    assert {"core started", "frontend started", "worker 0 started"} <= set(phases)

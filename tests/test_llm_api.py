@@ -1,0 +1,235 @@
+"""The Python API: argument forms without an engine, and the demo model end to end."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from reference import ReferenceModel
+
+import nvserve
+from nvserve import LLM, SamplingParams
+from nvserve.frontend.client_session import RequestError
+from nvserve.scripts import llm as llm_module
+from nvserve.scripts import python_child
+from nvserve.scripts.bench.cpu_time import child_pids
+from nvserve.scripts.embedded import LaunchFailed
+
+DEMO = Path(nvserve.__path__[0]) / "scripts" / "demo_model"
+WAIT_S = 60.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def wait_until(what: str, probe: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not probe():
+        assert time.monotonic() < deadline_s, f"{what}: not within {WAIT_S:g} s"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b") ")[2][:1] != b"Z"
+
+
+# -- without an engine -----------------------------------------------------------------------------
+
+
+def test_importing_nvserve_loads_neither_torch_nor_the_client() -> None:
+    code = (
+        "import sys, nvserve\n"
+        "assert 'zmq' not in sys.modules, 'the client came with the package'\n"
+        "from nvserve import LLM, SamplingParams\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    run = subprocess.run(
+        python_child.command("-c", code),
+        env=python_child.environment(),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_unknown_name_is_no_attribute_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'LLMM'"):
+        _ = nvserve.LLMM
+
+
+def test_every_form_of_prompts_becomes_a_list_of_prompts() -> None:
+    assert llm_module._as_list("text") == ["text"]
+    assert llm_module._as_list([1, 2]) == [[1, 2]]
+    assert llm_module._as_list(["a", "b"]) == ["a", "b"]
+    assert llm_module._as_list([[1, 2], [3]]) == [[1, 2], [3]]
+    mixed: list[str | list[int]] = ["a", [3]]
+    assert llm_module._as_list(mixed) == mixed
+    assert llm_module._as_list([]) == []
+
+
+@pytest.mark.parametrize("prompts", [[1, "a"], [1.5], [["a"]], [None]])
+def test_what_is_no_prompt_is_refused(prompts: list[object]) -> None:
+    with pytest.raises(TypeError, match="neither a string nor a list of token ids"):
+        llm_module._as_list(prompts)  # type: ignore[arg-type]
+
+
+def test_sampling_parameters_are_for_all_or_one_for_each() -> None:
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    assert llm_module._params_for(params, 2) == params
+    assert llm_module._params_for(params[0], 2) == [params[0]] * 2
+    with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
+        llm_module._params_for(params, 3)
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        llm_module._params_for(SamplingParams(n=0), 1)
+
+
+def test_choices_get_different_seeds_and_the_server_never_sees_n() -> None:
+    params = SamplingParams(n=2, seed=7)
+    fields = [llm_module._fields(params, choice) for choice in range(2)]
+    assert fields[0]["seed"] == 7 != fields[1]["seed"]
+    assert "n" not in fields[0]
+    assert llm_module._fields(SamplingParams(), 1)["seed"] is None
+
+
+def test_a_parameter_of_an_unknown_name_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_a_model_that_is_not_there_is_told_in_the_launchers_words() -> None:
+    with pytest.raises(LaunchFailed, match="/no/such/model: no such folder"):
+        LLM("/no/such/model")
+
+
+# -- end to end ------------------------------------------------------------------------------------
+
+
+def start(**settings: object) -> LLM:
+    return LLM(device="cpu", max_model_len=256, num_kv_blocks=400, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with start() as engine:
+        yield engine
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_greedy_ids_equal_those_of_transformers_in_one_batch(llm: LLM) -> None:
+    rng = Random(3)
+    prompts = [[0, *rng.choices(range(5, 1024), k=length)] for length in range(2, 42)]
+    model = ReferenceModel(DEMO)
+    references = model.clear_references(prompts, 24, frozenset({1}), 8)
+    answers = llm.generate([list(one.prompt) for one in references], GREEDY)
+    assert [tuple(answer.outputs[0].token_ids) for answer in answers] == [
+        reference.ids for reference in references
+    ]
+    assert [tuple(answer.prompt_token_ids) for answer in answers] == [
+        reference.prompt for reference in references
+    ]
+
+
+def test_a_text_and_its_own_ids_get_the_same_answer(llm: LLM) -> None:
+    [from_text] = llm.generate("To be, or", GREEDY)
+    [from_ids] = llm.generate(from_text.prompt_token_ids, GREEDY)
+    assert from_text.prompt == "To be, or"
+    assert from_ids.prompt is None
+    assert from_text.prompt_token_ids == llm.encode("To be, or")
+    assert from_text.outputs[0].token_ids == from_ids.outputs[0].token_ids
+    assert from_text.outputs[0].text
+    assert from_text.outputs[0].finish_reason == "length"
+
+
+def test_answers_keep_the_order_of_prompts_with_lengths_of_their_own(llm: LLM) -> None:
+    lengths = [9, 1, 30, 4]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=1.0) for n in lengths]
+    answers = llm.generate(["Romeo", "Juliet", "Nurse", "Prince"], params)
+    assert [answer.prompt for answer in answers] == ["Romeo", "Juliet", "Nurse", "Prince"]
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == lengths
+
+
+def test_a_seed_makes_choices_repeatable_and_different_from_each_other(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=1.5, max_tokens=12, ignore_eos=True)
+    [first] = llm.generate("My lord,", params)
+    [second] = llm.generate("My lord,", params)
+    ids = [output.token_ids for output in first.outputs]
+    assert ids == [output.token_ids for output in second.outputs]
+    assert len({tuple(one) for one in ids}) == 3
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2)
+    [answer] = llm.generate("What", params)
+    logprobs = answer.outputs[0].logprobs
+    assert logprobs is not None
+    assert [entry.token_id for entry in logprobs] == answer.outputs[0].token_ids
+    assert all(entry.top_ids[0] == entry.token_id for entry in logprobs)
+
+
+def test_more_prompts_than_may_be_open_are_all_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_module, "MAX_OPEN", 3)
+    prompts = [[0, 5 + number] for number in range(10)]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [answer.prompt_token_ids for answer in answers] == prompts
+
+
+def test_a_refused_request_names_the_parameter_and_the_next_call_works(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="top_p"):
+        llm.generate(["fine", "bad"], [SamplingParams(), SamplingParams(top_p=7.0)])
+    with pytest.raises(RequestError, match="256"):
+        llm.generate([[5] * 300], SamplingParams(max_tokens=1))
+    assert llm.generate("fine", SamplingParams(max_tokens=1))
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_closing_leaves_no_process_and_a_closed_engine_says_so() -> None:
+    with start() as engine:
+        pids = child_pids(engine.announcement.url)
+        assert set(pids) == {"frontend", "core", "worker 0"}
+    assert not any(is_running(pid) for pid in pids.values())
+    with pytest.raises(LaunchFailed, match="closed"):
+        engine.generate("Hello?")
+    engine.close()
+
+
+def test_nothing_outlives_a_program_that_is_killed() -> None:
+    code = (
+        "from nvserve import LLM\n"
+        "from nvserve.scripts.bench.cpu_time import child_pids\n"
+        "llm = LLM(device='cpu', max_model_len=64, num_kv_blocks=40)\n"
+        "print(*child_pids(llm.announcement.url).values(), flush=True)\n"
+        "input()\n"
+    )
+    program = subprocess.Popen(
+        python_child.command("-c", code),
+        env=python_child.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdin is not None
+    try:
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+    finally:
+        program.send_signal(signal.SIGKILL)
+        program.wait(WAIT_S)
+        program.stdin.close()
+        program.stdout.close()
+    assert len(pids) == 3
+    wait_until("all gone", lambda: not any(is_running(pid) for pid in pids))
