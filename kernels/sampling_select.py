@@ -5,8 +5,8 @@ that hold it; bisection on the bits of floats finds it exactly among them.
 
 Top-p needs no threshold: the set it keeps is closed upward, so the best perturbed token of all is
 the answer if it is in the set, which one sum over the values strictly above it tells. If it is not,
-nothing at or below its value is, and the same pass has found the best of what lies above. With
-nucleus p the first try succeeds with probability p.
+nothing at or below its value is, and the best of what lies above is the next to try. With nucleus p
+the first try succeeds with probability p.
 """
 
 from typing import Final
@@ -16,184 +16,20 @@ import triton
 import triton.language as tl
 
 from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
-from nvserve.kernels.noise import gumbel_from_bits, token_bits
 from nvserve.kernels.reference_sampling import GREEDY_BELOW
+from nvserve.kernels.sampling_groups import (
+    best_above,
+    bound_of_groups,
+    kth_largest,
+    list_groups,
+    mass_above,
+    order,
+    value,
+)
 
 GROUP: Final = 128  # tokens whose maximum the scan leaves
 
 _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
-
-
-@jit
-def _order(values):  # type: ignore[no-untyped-def]
-    """Float32 bits as int32 that compare like the floats (-0.0 under 0.0)."""
-    bits = values.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _value(order):  # type: ignore[no-untyped-def]
-    """The inverse of _order, of a scalar."""
-    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@jit
-def _list_groups(  # type: ignore[no-untyped-def]
-    group_max, num_groups, threshold, list_ptr, GROUPS: tl.constexpr
-):
-    """Write the indices of groups that reach threshold to list_ptr; their number."""
-    each = tl.arange(0, GROUPS)
-    reaches = ((group_max >= threshold) & (each < num_groups)).to(tl.int32)
-    places = tl.cumsum(reaches, axis=0) - 1
-    tl.debug_barrier()  # earlier readers of the list are done
-    tl.store(list_ptr + places, each, mask=reaches != 0)
-    tl.debug_barrier()  # and later ones see it
-    return tl.sum(reaches)
-
-
-@jit
-def _load_listed(  # type: ignore[no-untyped-def]
-    row_ptr,
-    list_ptr,
-    first,
-    count,
-    offset,
-    num_tokens,
-    inverse,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Scaled logits of the listed groups first .. first + TILE / GROUP, -inf outside the row."""
-    each = tl.arange(0, TILE)
-    place = first + each // GROUP
-    group = tl.load(list_ptr + place, mask=place < count, other=0)
-    local = group * GROUP + each % GROUP - offset
-    inside = (place < count) & (local >= 0) & (local < num_tokens)
-    logits = tl.load(row_ptr + local, mask=inside, other=float("-inf"))
-    return logits.to(tl.float32) * inverse
-
-
-@jit
-def _bound_of_groups(group_max, k):  # type: ignore[no-untyped-def]
-    """An order that at least k groups' maxima reach, and not many more; k <= number of groups."""
-    keys = _order(group_max)
-    low = tl.min(keys).to(tl.int64)
-    high = tl.max(keys).to(tl.int64) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        reached = tl.sum((keys >= middle).to(tl.int32))
-        if reached >= k:
-            low = middle
-        else:
-            high = middle
-        if (reached >= k) & (reached <= k + k // 4):
-            high = low + 1
-    return low
-
-
-@jit
-def _kth_largest(  # type: ignore[no-untyped-def]
-    row_ptr,
-    list_ptr,
-    count,
-    low,
-    high,
-    k,
-    offset,
-    num_tokens,
-    inverse,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """A value that exactly the k largest (and ties of the k-th) reach; orders low .. high."""
-    per_tile: tl.constexpr = TILE // GROUP
-    while high - low > 1:
-        middle = (low + high) // 2
-        reached = 0
-        for first in range(0, count, per_tile):
-            scaled = _load_listed(
-                row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
-            )
-            reached += tl.sum((_order(scaled) >= middle).to(tl.int32))
-        if reached >= k:
-            low = middle
-        else:
-            high = middle
-        if reached == k:
-            high = low + 1
-    return _value(low.to(tl.int32))
-
-
-@jit
-def _mass_above(  # type: ignore[no-untyped-def]
-    row_ptr,
-    list_ptr,
-    count,
-    pivot,
-    strict,
-    top,
-    offset,
-    num_tokens,
-    inverse,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Sum of exp(value - top) over the listed values above pivot; without strict, pivot counts."""
-    masses = tl.zeros([TILE], tl.float32)
-    for first in range(0, count, TILE // GROUP):
-        scaled = _load_listed(
-            row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
-        )
-        above = (scaled > pivot) | ((scaled == pivot) & (strict == 0))
-        masses += tl.where(above, tl.exp(scaled - top), 0.0)
-    return tl.sum(masses)
-
-
-@jit
-def _best_above(  # type: ignore[no-untyped-def]
-    row_ptr,
-    list_ptr,
-    count,
-    pivot,
-    strict,
-    seed,
-    position,
-    base,
-    offset,
-    num_tokens,
-    inverse,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The best perturbed of the listed values above pivot: its id and scaled logit.
-
-    Without strict the pivot itself counts as above. Without any the id is 2**31 - 1.
-    """
-    best = float("-inf")
-    best_id = 2147483647
-    best_scaled = float("-inf")
-    for first in range(0, count, TILE // GROUP):
-        scaled = _load_listed(
-            row_ptr, list_ptr, first, count, offset, num_tokens, inverse, GROUP, TILE
-        )
-        above = (scaled > pivot) | ((scaled == pivot) & (strict == 0))
-        fours = tl.arange(0, TILE // 4)
-        place = first + fours // (GROUP // 4)
-        group = tl.load(list_ptr + place, mask=place < count, other=0)
-        counters = base // 4 + group * (GROUP // 4) + fours % (GROUP // 4)
-        noise = gumbel_from_bits(token_bits(seed, position, counters))
-        values = tl.where(above, scaled + noise, float("-inf"))
-        tile_best = tl.max(values)
-        # Lists ascend, so a later equal value has the higher id and loses.
-        if tile_best > best:
-            best = tile_best
-            each = tl.arange(0, TILE)
-            index = tl.min(tl.where(values == tile_best, each, TILE - 1))
-            best_group = tl.load(list_ptr + first + index // GROUP)
-            best_id = base + best_group * GROUP + index % GROUP
-            best_scaled = tl.max(tl.where(each == index, scaled, float("-inf")))
-    return best_id, best_scaled
 
 
 @jit
@@ -261,14 +97,14 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         if has_k & (k < num_tokens):
             low = tl.full([], -2139095041, tl.int64)  # order of -inf
             if k <= num_groups:
-                low = _bound_of_groups(group_max, k)
-            count = _list_groups(group_max, num_groups, _value(low.to(tl.int32)), list_ptr, GROUPS)
-            high = _order(top).to(tl.int64) + 1
-            kth = _kth_largest(
+                low = bound_of_groups(group_max, k)
+            count = list_groups(group_max, num_groups, value(low.to(tl.int32)), list_ptr, GROUPS)
+            high = order(top).to(tl.int64) + 1
+            kth = kth_largest(
                 row_ptr, list_ptr, count, low, high, k, offset, num_tokens, inverse, GROUP, TILE
             )
             if p < 1.0:
-                mass = _mass_above(
+                mass = mass_above(
                     row_ptr, list_ptr, count, kth, 0, top, offset, num_tokens, inverse, GROUP, TILE
                 )
 
@@ -276,8 +112,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         candidate = tl.load(row_ptr + chosen - first_token_id).to(tl.float32) * inverse
         if has_k | (candidate < lowest):
             # The scan drew no noise for this row, or its best is out: start from what is in.
-            count = _list_groups(group_max, num_groups, lowest, list_ptr, GROUPS)
-            chosen, candidate = _best_above(
+            count = list_groups(group_max, num_groups, lowest, list_ptr, GROUPS)
+            chosen, candidate = best_above(
                 row_ptr,
                 list_ptr,
                 count,
@@ -294,8 +130,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
             )
         searching = p < 1.0
         while searching:
-            count = _list_groups(group_max, num_groups, candidate, list_ptr, GROUPS)
-            above_mass = _mass_above(
+            count = list_groups(group_max, num_groups, candidate, list_ptr, GROUPS)
+            above_mass = mass_above(
                 row_ptr,
                 list_ptr,
                 count,
@@ -310,7 +146,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
             )
             searching = above_mass >= p * mass
             if searching:
-                above_id, above_scaled = _best_above(
+                above_id, above_scaled = best_above(
                     row_ptr,
                     list_ptr,
                     count,
