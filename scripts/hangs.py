@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 from nvserve.protocol.control import Role
 from nvserve.protocol.progress import Phase, Snapshot
 
-# How many times --hang-timeout a phase may last without a beat; other phases get it once.
+# How many times --hang-timeout a phase may last without a beat; other phases get it once, and so
+# does a worker in any phase while its epoch serves.
 SLOW_PHASES: Final[dict[Phase, float]] = {
     Phase.STARTING: 24.0,  # importing torch from a cold disk
     Phase.LOADING: 120.0,  # weights, capture
-    Phase.REBUILDING: 3.0,  # the limits of a recovery come first
+    Phase.REBUILDING: 12.0,  # the limits of a recovery come first
 }
 
 
@@ -33,10 +34,16 @@ class Observation:
     page: Snapshot | None  # None before its first beat
     started_s: float
     is_stopped: bool = False  # state T in /proc
+    is_serving: bool = False  # a rank of an epoch that serves: it has no slow phase
 
     @property
     def phase(self) -> Phase:
         return Phase.STARTING if self.page is None else self.page.phase
+
+    def limit_s(self, hang_timeout_s: float) -> float:
+        """The silence that counts as a hang."""
+        slowness = 1.0 if self.is_serving else SLOW_PHASES.get(self.phase, 1.0)
+        return hang_timeout_s * slowness
 
     def silence_s(self, now: float, awake_since: float) -> float:
         """Seconds without a beat, not counting before `awake_since`, when nobody watched."""
@@ -51,7 +58,7 @@ def find_silent(
     return [
         seen
         for seen in observations
-        if seen.silence_s(now, awake_since) > hang_timeout_s * SLOW_PHASES.get(seen.phase, 1.0)
+        if seen.silence_s(now, awake_since) > seen.limit_s(hang_timeout_s)
     ]
 
 

@@ -33,6 +33,7 @@ from nvserve.scripts.control_socket import ControlSocket, Reply, Request
 from nvserve.scripts.crash_report import Accident, write_report
 from nvserve.scripts.display import Display
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
 from nvserve.scripts.launch_dir import LaunchDir
 from nvserve.scripts.recovery import Limits, Recovery
@@ -130,6 +131,7 @@ class Supervisor:
             page=page,
             started_s=member.started_s,
             is_stopped=is_silent and child.is_stopped(),
+            is_serving=member.is_worker and self.policy.formation.stage is Stage.SERVING,
         )
 
     # -- events ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from nvserve.protocol.control import (
 from nvserve.protocol.progress import Phase, Snapshot
 from nvserve.scripts.actions import Action, End, Kill, Member, Note, Send, Start
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
 from nvserve.scripts.recovery import Limits, Recovery
 
@@ -91,6 +92,8 @@ class World:
                 self.pages.get(child),
                 self.member(child).started_s,
                 child in self.stopped,
+                is_serving=self.member(child).is_worker
+                and self.policy.formation.stage is Stage.SERVING,
             )
             for child in self.alive
         ]
@@ -380,6 +383,13 @@ def test_a_survivor_freed_by_the_fence_is_not_taken_for_hung() -> None:
     world.pass_time(3.0)
     assert world.killed == [second]
     world.check()
+
+
+def test_a_worker_that_stops_while_it_still_shows_the_rebuild_is_found_in_time() -> None:
+    world = started()
+    hung = world.worker(1)
+    silence(world, {hung: (Phase.REBUILDING, 0)}, 6.0)
+    assert world.killed == [hung]
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.LOADING])
