@@ -69,10 +69,14 @@ class TorchEngine:
         report("warm-up", 0.0)
         runner = self._make_runner(model, start)
         runner.warm_up(self._num_warm_up_tokens(model.device))
+        warm = time.monotonic()
+        if self._wants_graphs(runner):
+            runner.use_graphs(self._config.max_num_seqs)
         phases = {
             "weights": loaded - began,
             "group": joined - loaded,
-            "warm-up": time.monotonic() - joined,
+            "warm-up": warm - joined,
+            "graphs": time.monotonic() - warm,
         }
         return EpochReady(start.epoch, runner.batch.num_blocks, phases, runner.backend.name)
 
@@ -85,10 +89,20 @@ class TorchEngine:
         return self.runner.launch(step)
 
     def prepare_ahead(self) -> bool:
-        return False
+        return self._runner is not None and self._runner.capture_next()
 
     def end(self) -> None:
+        if self._runner is not None and self._parallel.size > 1:
+            self._runner.graphs = None  # they hold collectives of the group that ends
         self._parallel.leave()
+
+    def _wants_graphs(self, runner: Runner) -> bool:
+        """Graphs of an earlier epoch still serve, unless they hold its group's collectives."""
+        if self._config.enforce_eager or runner.model.device.type != "cuda":
+            return False
+        if self._parallel.size > 1 and not self._parallel.is_capturable:
+            return False
+        return runner.graphs is None or self._parallel.size > 1
 
     def _load(self, start: StartEpoch, report: Report) -> Decoder:
         """The model of this rank; loaded already unless the rank is new to this process."""
@@ -122,9 +136,11 @@ class TorchEngine:
 
     def _open_device(self, start: StartEpoch) -> torch.device:
         if self._config.device == "cpu":
-            # Ranks share the cores: more threads than cores would only wait for each other.
+            # Threads that find no core make the others spin at every barrier: ranks share the
+            # cores, and one is left to core and frontend. OMP_NUM_THREADS may ask for fewer.
             num_cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, num_cores // start.tp_size))
+            num_threads = max(1, (num_cores - 1) // start.tp_size)
+            torch.set_num_threads(min(torch.get_num_threads(), num_threads))
             return torch.device("cpu")
         if torch.cuda.device_count() <= start.rank:
             raise ModelRefused(

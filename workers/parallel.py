@@ -31,6 +31,11 @@ _ENVIRONMENT: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
+# torch 2.13 renamed it, and warns at the old name.
+_gather_into: Final = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
 
 class TensorParallel:
     """This rank's place among the ranks; the group behind it is replaced with every epoch."""
@@ -79,6 +84,11 @@ class TensorParallel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    @property
+    def is_capturable(self) -> bool:
+        """Can a CUDA graph hold this group's collectives? gloo's run on the host."""
+        return self.size == 1 or self._is_nccl
+
     # -- exchanges -----------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,9 +116,7 @@ class TensorParallel:
         if mine.numel():
             with self._collective():
                 # As bytes: gloo does not know every dtype.
-                dist.all_gather_into_tensor(
-                    parts.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)
-                )
+                _gather_into(parts.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8))
         return parts
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from nvserve.kernels.attention import AttentionBackend
 from nvserve.protocol.messages import Chunks, SchedulerOutput
 from nvserve.protocol.progress import Phase, ProgressPage
 from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
+from nvserve.workers.graphs import DecodeGraphs
 from nvserve.workers.kv_cache import KvCache
 from nvserve.workers.models.decoder import Decoder
 from nvserve.workers.models.layers import StepInputs
@@ -40,12 +41,24 @@ class Runner:
     ) -> None:
         self.model = model
         self.batch = batch
-        self._cache = cache
+        self.cache = cache
         self.backend = backend
         self._staging = staging
         self._page = page
         self._sampler = Sampler(batch.sampling, parallel, model.shard, staging)
         self._scorer = PromptScorer(model, parallel, batch.sampling)
+        self.graphs: DecodeGraphs | None = None  # steps run eager without
+
+    @torch.inference_mode()
+    def use_graphs(self, max_rows: int) -> None:
+        """Replay decode steps of up to max_rows from now on; the largest bucket is captured now."""
+        self.graphs = DecodeGraphs(self.decode_forward, self.plain_tail, self.batch.rows, max_rows)
+        self.graphs.capture_next()
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more bucket, while no step is in flight; True while more are missing."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     def clear(self) -> None:
         """Forget every request: a new epoch begins."""
@@ -79,9 +92,9 @@ class Runner:
         slots, zeros = [batch.scratch] * len(counts), [0] * len(counts)
         chunks = Chunks(slots, zeros, counts, bytes(4 * num_tokens), [True] * len(counts))
         inputs = batch.chunk_inputs(batch.upload_chunks(chunks))
-        self.model.forward(inputs, self._cache, self.backend)
+        self.model.forward(inputs, self.cache, self.backend)
         rows = torch.full_like(batch.rows, batch.scratch)
-        self.decode_plain(rows)
+        self.plain_step(rows)
         hidden, positions = self.decode_forward(rows)
         logits = self.model.logits(hidden)
         self._sampler.full(logits, rows, positions, rows.tolist(), None)
@@ -93,34 +106,42 @@ class Runner:
         if not slots:
             return PendingStep(self.batch.rows[:0], [], None, None, stopwatch)
         rows = self.batch.rows[: len(slots)]
+        if self.graphs is not None and self.graphs.is_due:
+            self.graphs.capture_next()
         if step.is_full_tail:
-            hidden, positions = self.decode_forward(rows)
+            replayed = None if self.graphs is None else self.graphs.forward(len(slots))
+            hidden, positions = replayed or self.decode_forward(rows)
             ids, logprobs = self._sample(step, hidden, rows, positions, slots)
             self.batch.advance(rows, ids, positions)
             return PendingStep(ids, slots, logprobs, None, stopwatch)
-        return PendingStep(self.decode_plain(rows), slots, None, None, stopwatch)
+        replayed_ids = None if self.graphs is None else self.graphs.plain(len(slots))
+        ids = self.plain_step(rows) if replayed_ids is None else replayed_ids
+        return PendingStep(ids, slots, None, None, stopwatch)
 
-    def decode_plain(self, rows: torch.Tensor) -> torch.Tensor:
-        """A whole decode step of slots rows [R] int64 with the plain tail; returns ids [R] int64.
-
-        Device work only, the same for any content of `rows`: a graph may hold it.
-        """
+    def plain_step(self, rows: torch.Tensor) -> torch.Tensor:
+        """A decode step of slots rows [R] int64 with the plain tail: ids [R] int64."""
         hidden, positions = self.decode_forward(rows)
         return self.plain_tail(hidden, rows, positions)
 
     def plain_tail(
         self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Sample ids [R] int64 behind hidden states [R, N], and move the rows on by them."""
+        """Sample ids [R] int64 behind hidden states [R, N], and move the rows on by them.
+
+        Device work only, like decode_forward.
+        """
         ids = self._sampler.plain(self.model.logits(hidden), rows, positions)
         self.batch.advance(rows, ids, positions)
         return ids
 
     def decode_forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [R, N] of one token for each slot, and the positions [R] of the next."""
+        """Hidden states [R, N] of one token for each slot, and the positions [R] of the next.
+
+        Device work only, the same for any content of `rows`: a graph holds it.
+        """
         inputs = self.batch.decode_inputs(rows)
         self._plan_decode(inputs)
-        return self.model.forward(inputs, self._cache, self.backend), inputs.positions + 1
+        return self.model.forward(inputs, self.cache, self.backend), inputs.positions + 1
 
     def _plan_decode(self, inputs: StepInputs) -> None:
         assert inputs.decode is not None, "no decode rows"
@@ -130,7 +151,7 @@ class Runner:
             shard.num_heads,
             shard.num_kv_heads,
             config.head_dim,
-            self._cache.block_size,
+            self.cache.block_size,
             self.model.dtype,
         )
 
@@ -146,7 +167,7 @@ class Runner:
             decode = batch.decode_inputs(rows)
             self._plan_decode(decode)
             inputs = join_inputs(decode, inputs)
-        hidden = self.model.forward(inputs, self._cache, self.backend)
+        hidden = self.model.forward(inputs, self.cache, self.backend)
         batch.lengths.index_copy_(0, chunks.slots, chunks.ends)
         scores = self._scorer.score(step.chunks, chunks, hidden[len(decoding) :])
         slots = decoding + list(compress(step.chunks.slots, step.chunks.samples))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nvserve.kernels.activation import silu_and_mul
 from nvserve.kernels.attention import AttentionBackend
-from nvserve.kernels.matmul import linear
+from nvserve.kernels.matmul import linear, silu_mul_linear
 from nvserve.kernels.norm import add_rms_norm, rms_norm
 from nvserve.kernels.rope import qk_norm_rope_cache
 from nvserve.workers.kv_cache import KvCache
@@ -127,8 +126,8 @@ class Decoder:
         return out if layer.output_bias is None else out + layer.output_bias
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        features = silu_and_mul(linear(x, layer.gate_up, layer.gate_up_bias))
-        out = self._parallel.all_reduce(linear(features, layer.down))
+        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+        out = self._parallel.all_reduce(silu_mul_linear(gate_up, layer.down))
         return out if layer.down_bias is None else out + layer.down_bias
 
     # -- weights -------------------------------------------------------------------------------
