@@ -2,15 +2,22 @@
 
 Like a core without a queue: every request gets its slot at its starting step, prefills in chunks of
 a fixed size, then decodes; its block table grows one block at a time.
+
+Run as a program it is one rank of several: see `run_ranks`.
 """
 
 import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 
 from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import StartEpoch
@@ -229,3 +236,111 @@ def begin_epoch(
 def make_driver(model: Path, launch_dir: Path, **changes: object) -> StepDriver:
     """A single rank, ready for steps."""
     return begin_epoch(make_engine(model, launch_dir, **changes), launch_dir)
+
+
+def save_model(folder: Path, architecture: str, **changes: object) -> Any:
+    """Write a tiny model with random weights; returns it as transformers runs it, in float32.
+
+    The weights are large enough that logits are far apart, and so are not near ties.
+    """
+    import transformers  # seconds to import, and rank processes do without
+
+    torch.manual_seed(0)
+    settings: dict[str, object] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    config = kind(**{**settings, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = model.float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:  # norms start at 1 and biases at 0, which would hide mistakes
+                weight.add_(torch.randn_like(weight) * (0.2 if "norm" in name else 0.5))
+    model.save_pretrained(folder)
+    return model
+
+
+def greedy_reference(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    """What transformers generates, without its cache."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_new):
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+class Case(msgspec.Struct):
+    """Requests that run together."""
+
+    asks: list[Ask]
+    chunk_tokens: int = 64
+
+
+class Job(msgspec.Struct):
+    """What one rank shall do; it answers with the new tokens of each case's requests."""
+
+    model: str
+    launch_dir: str
+    rank: int
+    size: int
+    cases: list[Case]
+    changes: dict[str, str | int] = {}
+
+
+RANK_LIMIT_S = 120.0
+SOURCES = Path(__file__).parents[1] / ".src"
+
+
+def run_ranks(
+    model: Path, launch_dir: Path, size: int, cases: list[Case], **changes: str | int
+) -> list[list[list[int]]]:
+    """The new tokens by case and request, from ranks that are processes and agree on them."""
+    jobs = [Job(str(model), str(launch_dir), rank, size, cases, changes) for rank in range(size)]
+    command = [sys.executable, "-W", "error", __file__]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) for _ in jobs]
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            outputs = list(pool.map(_communicate, ranks, jobs))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    answers = [msgspec.json.decode(out, type=list[list[list[int]]]) for out in outputs]
+    assert all(answer == answers[0] for answer in answers), "the ranks sampled different tokens"
+    return answers[0]
+
+
+def _communicate(rank: "subprocess.Popen[bytes]", job: Job) -> bytes:
+    output, _ = rank.communicate(msgspec.json.encode(job), timeout=RANK_LIMIT_S)
+    assert rank.returncode == 0, f"rank {job.rank} exited with {rank.returncode}"
+    return output
+
+
+def _run_rank(job: Job) -> list[list[list[int]]]:
+    torch.set_num_threads(1)
+    launch_dir = Path(job.launch_dir)
+    engine = make_engine(Path(job.model), launch_dir, tp_size=job.size, **job.changes)
+    driver = begin_epoch(engine, launch_dir, rank=job.rank, size=job.size)
+    answers = [driver.generate(c.asks, chunk_tokens=c.chunk_tokens) for c in job.cases]
+    engine.end()
+    return answers
+
+
+if __name__ == "__main__":
+    answers = _run_rank(msgspec.json.decode(sys.stdin.buffer.read(), type=Job))
+    sys.stdout.buffer.write(msgspec.json.encode(answers))
