@@ -18,10 +18,10 @@ from typing import Any, Final, Self
 import zmq
 import zmq.asyncio
 
+from nvserve.frontend.client_link import Link
 from nvserve.frontend.client_session import Piece, Request, Result, Session
 from nvserve.protocol.client_messages import (
     CLIENT_PROTOCOL,
-    SILENCE_S,
     ClientParams,
     Hello,
     ToServer,
@@ -31,40 +31,10 @@ from nvserve.protocol.client_messages import (
 
 CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
 TICK_S: Final = 0.1  # between looks at the clock while waiting
-RETRY_S: Final = 1.0  # for one Hello to be answered before the next
-SEND_LIMIT_MS: Final = 5000
 
 
 class ServerGone(ConnectionError):
     """No server answered within the limit."""
-
-
-class _Link:
-    """One DEALER socket and its monitor, replaced as a whole when the connection is lost."""
-
-    def __init__(self, context: "zmq.Context[Any]", endpoint: str, hello: Hello) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self.socket.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.opened = self.heard = time.monotonic()
-        self.is_welcome = False
-        self.hello = encode_client(hello)
-        self.socket.connect(endpoint)
-
-    def is_lost(self, is_waiting: bool) -> bool:
-        """Nothing came for too long: a greeting unanswered, or no beat for open requests."""
-        silent_s = time.monotonic() - self.heard
-        if not self.is_welcome:
-            return silent_s > RETRY_S
-        return is_waiting and silent_s > SILENCE_S
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
 
 
 def _params(fields: dict[str, Any]) -> ClientParams:
@@ -83,7 +53,7 @@ class Client:
         self._connect_limit_s: Final = connect_limit_s
         self._context: Final = zmq.Context()
         self._session: Final = Session()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._lost_since = time.monotonic()
 
     # -- requests --------------------------------------------------------------------------------
@@ -176,7 +146,7 @@ class Client:
         if self._link is not None:
             self._link.close()
         self._session.lose()
-        self._link = _Link(self._context, self._endpoint, self._hello)
+        self._link = Link(self._context, self._endpoint, self._hello)
         self._link.socket.send(self._link.hello)
 
     def _send(self, message: ToServer) -> None:
@@ -202,7 +172,7 @@ class Client:
             self._check_lost_time()
             self._relink()
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: Link) -> None:
         while True:
             try:
                 frame = link.socket.recv(zmq.DONTWAIT)
@@ -232,7 +202,7 @@ class AsyncClient:
         self._connect_limit_s: Final = connect_limit_s
         self._context: Final = zmq.asyncio.Context()
         self._session: Final = Session()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._news: dict[int, asyncio.Event] = {}
         self._welcome: Final = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -349,7 +319,7 @@ class AsyncClient:
     async def _serve_link(self) -> bool:
         """Open a connection and read it until it is lost; whether it was welcomed."""
         self._session.lose()
-        link = self._link = _Link(self._context, self._endpoint, self._hello)
+        link = self._link = Link(self._context, self._endpoint, self._hello)
         try:
             await link.socket.send(link.hello)
             poller = zmq.asyncio.Poller()
@@ -365,7 +335,7 @@ class AsyncClient:
             self._link = None
             link.close()
 
-    async def _receive(self, link: _Link) -> None:
+    async def _receive(self, link: Link) -> None:
         frame = await link.socket.recv()
         link.heard = time.monotonic()
         request = self._session.take(decode_to_client(frame))

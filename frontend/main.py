@@ -61,6 +61,7 @@ class Frontend:
                 stats=lambda: self._engine.stats,
                 condition=lambda: self._service.condition,
                 own_totals=self._own_totals,
+                num_open=lambda: len(self._engine.journal),
             )
         )
 
@@ -72,7 +73,7 @@ class Frontend:
         listener = socket.socket(fileno=self._child.setup.listen_fd)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.is_serving.wait()
-        endpoint = self._door.open(self._child.setup.config.zmq_endpoint)
+        endpoint = self._open_door(self._child.setup.config.zmq_endpoint)
         port = int(listener.getsockname()[1])
         self._child.send(Ready(port=port, zmq_endpoint=endpoint))
         self._on_control()
@@ -81,6 +82,13 @@ class Frontend:
         self._engine.close()
         serving.cancel()  # what is still open ends with the process
         self._context.destroy(linger=0)
+
+    def _open_door(self, endpoint: str) -> str:
+        try:
+            return self._door.open(endpoint)
+        except zmq.ZMQError as error:
+            message = f"cannot open the ZMQ door at {endpoint}: {zmq.strerror(error.errno or 0)}"
+            raise StartFailure(message) from error
 
     def _beat(self) -> None:
         self._child.page.beat(Phase.SERVING)
@@ -113,21 +121,22 @@ class Frontend:
             "frontend_dropped_messages": self._engine.num_dropped,
             "frontend_gaps": self._engine.num_gaps,
             "frontend_replays": self._engine.num_replays,
+            "frontend_zmq_dropped_frames": self._door.num_dropped,
         }
 
 
 def main() -> None:
-    """Load the tokenizer, then serve; a folder without one fails with one clear line."""
+    """Load the tokenizer and serve; what the user can mend is told the launcher in one line."""
     child = bootstrap(sys.argv)
     config = child.setup.config
     child.page.beat(Phase.LOADING)
     child.send(Progress("tokenizer"))
     try:
         tokenizer = Tokenizer(config.model, config.max_model_len)
+        uvloop.run(_serve(child, tokenizer))
     except StartFailure as error:
         child.send(Failed(str(error)))
         sys.exit(START_FAILURE)
-    uvloop.run(_serve(child, tokenizer))
 
 
 async def _serve(child: Child, tokenizer: Tokenizer) -> None:

@@ -87,10 +87,12 @@ class Sources:
         stats: Callable[[], CoreStats | None],
         condition: Callable[[], Condition],
         own_totals: Callable[[], dict[str, int]],
+        num_open: Callable[[], int],
     ) -> None:
         self._stats: Final = stats
         self._condition: Final = condition
         self._own_totals: Final = own_totals
+        self._num_open: Final = num_open
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
@@ -99,6 +101,9 @@ class Sources:
             yield from _core_gauges(stats)
             yield from _core_totals(stats)
         yield from _restarts(self._condition())
+        yield GaugeMetricFamily(
+            "nvserve:frontend_open_requests", "Requests in the journal.", self._num_open()
+        )
         for name, value in self._own_totals().items():
             yield CounterMetricFamily(f"nvserve:{name}", f"Frontend: {name}.", value)
 

@@ -8,27 +8,32 @@ import asyncio
 import hmac
 import logging
 from array import array
-from collections import deque
 from typing import Final, assert_never
 
-import msgspec
 import zmq
 
 from nvserve.frontend.errors import ApiError
-from nvserve.frontend.generation import Choice, Delta, Generation
+from nvserve.frontend.generation import Choice, Delta
 from nvserve.frontend.params import check_ids
 from nvserve.frontend.schema import explain
 from nvserve.frontend.service import Service
+from nvserve.frontend.zmq_connection import (
+    Connection,
+    Request,
+    accepted_message,
+    error_message,
+    id_of,
+    ids_of,
+    prompt_of,
+)
 from nvserve.protocol.client_messages import (
     BEAT_S,
     CLIENT_PROTOCOL,
     MAX_CLIENT_FRAME_BYTES,
     Abort,
-    Accepted,
     BadClientFrame,
     Beat,
     Emit,
-    Error,
     Finished,
     Hello,
     Submit,
@@ -37,7 +42,6 @@ from nvserve.protocol.client_messages import (
     decode_to_server,
     encode_client,
 )
-from nvserve.protocol.messages import unpack_ids
 
 logger = logging.getLogger(__name__)
 
@@ -48,39 +52,6 @@ QUEUED_FRAMES: Final = 1000  # in the socket, for one connection and each direct
 RETRY_S: Final = 0.02
 IDLE_BEATS: Final = 20  # a connection without requests gets every 20th beat, to find it gone
 HEARTBEAT_MS: Final = 2000  # of the transport, which finds dead machines
-
-
-class _IdOnly(msgspec.Struct):
-    """What an error needs of a submit that is otherwise malformed."""
-
-    id: int | None = None
-
-
-class _Request:
-    """One request of a connection; emits wait in `early` until Accepted is out."""
-
-    def __init__(self, submit: Submit) -> None:
-        self.submit: Final = submit
-        self.generation: Generation | None = None
-        self.is_gone = False
-        self.early: list[Emit] | None = []
-        self.num_sent = len(submit.emitted) // 4  # output tokens the client has
-
-    def abort(self) -> None:
-        """Nobody wants it any more."""
-        self.is_gone = True
-        if self.generation is not None:
-            self.generation.abort()
-
-
-class _Connection:
-    """One client that said Hello."""
-
-    def __init__(self, identity: bytes) -> None:
-        self.identity: Final = identity
-        self.requests: dict[int, _Request] = {}
-        self.unsent: deque[bytes] = deque()
-        self.num_unsent_bytes = 0
 
 
 class Door:
@@ -94,7 +65,7 @@ class Door:
         self._api_key: Final = api_key.encode()
         self._socket: zmq.Socket[bytes] | None = None
         self._fd = -1
-        self._connections: dict[bytes, _Connection] = {}
+        self._connections: dict[bytes, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_drain_due = False
         self._is_retry_due = False
@@ -155,7 +126,7 @@ class Door:
         except BadClientFrame as error:
             self.num_dropped += 1
             if connection is not None:
-                self._send(connection, _error(_id_of(frame), explain(str(error))))
+                self._send(connection, error_message(id_of(frame), explain(str(error))))
             return
         if isinstance(message, Hello):
             self._greet(identity, message)
@@ -171,31 +142,36 @@ class Door:
             assert_never(message)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        connection = self._connections.get(identity) or _Connection(identity)
+        connection = self._connections.get(identity) or Connection(identity)
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            self._send(connection, error_message(None, refusal))
+            return
+        self._connections[identity] = connection
+        config = self._service.config
+        model, length = config.served_model_names[0], config.max_model_len
+        self._send(connection, Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length))
+
+    def _refusal(self, hello: Hello) -> ApiError | None:
         if hello.version != CLIENT_PROTOCOL:
             text = f"this server speaks protocol {CLIENT_PROTOCOL}, not {hello.version}"
-            self._send(connection, _error(None, ApiError(400, text, param="version")))
-        elif not hmac.compare_digest(hello.api_key.encode(errors="replace"), self._api_key):
-            self._send(connection, _error(None, ApiError(401, "a valid API key is required")))
-        elif len(self._connections) >= MAX_CONNECTIONS:
-            self._send(connection, _error(None, ApiError(503, "too many connections")))
-        else:
-            self._connections[identity] = connection
-            config = self._service.config
-            model, length = config.served_model_names[0], config.max_model_len
-            welcome = Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length)
-            self._send(connection, welcome)
+            return ApiError(400, text, param="version")
+        if not hmac.compare_digest(hello.api_key.encode(errors="replace"), self._api_key):
+            return ApiError(401, "a valid API key is required", code="invalid_api_key")
+        if len(self._connections) >= MAX_CONNECTIONS:
+            return ApiError(503, "too many connections")
+        return None
 
-    def _submit(self, connection: _Connection, submit: Submit) -> None:
+    def _submit(self, connection: Connection, submit: Submit) -> None:
         if submit.id in connection.requests:
             error = ApiError(409, f"request {submit.id} is open already", param="id")
             logger.info("a client used the id of an open request again")
-            self._send(connection, _error(None, error))
+            self._send(connection, error_message(None, error))
         elif len(connection.requests) >= MAX_REQUESTS:
             error = ApiError(429, f"{MAX_REQUESTS} requests of this connection are open")
-            self._send(connection, _error(submit.id, error))
+            self._send(connection, error_message(submit.id, error))
         else:
-            request = _Request(submit)
+            request = Request(submit)
             connection.requests[submit.id] = request
             task = asyncio.create_task(self._run(connection, request))
             self._tasks.add(task)
@@ -203,29 +179,29 @@ class Door:
 
     # -- one request -----------------------------------------------------------------------------
 
-    async def _run(self, connection: _Connection, request: _Request) -> None:
+    async def _run(self, connection: Connection, request: Request) -> None:
         request_id = request.submit.id
         try:
             with self._service.working():
                 last = await self._generate(connection, request)
         except ApiError as error:
-            last = _error(request_id, error)
+            last = error_message(request_id, error)
         except Exception:  # the edge: a bug costs this request alone
             logger.exception("a request over ZMQ failed")
-            last = _error(request_id, ApiError(500, "the server failed on this request"))
+            last = error_message(request_id, ApiError(500, "the server failed on this request"))
         if request.generation is not None:
             request.generation.abort()
         if not request.is_gone:
             del connection.requests[request_id]
             self._send(connection, last)
 
-    async def _generate(self, connection: _Connection, request: _Request) -> ToClient:
+    async def _generate(self, connection: Connection, request: Request) -> ToClient:
         submit = request.submit
         self._service.check_open()
         plan = await self._service.plan_client(
-            submit.params, _prompt_of(submit), submit.params.logprobs
+            submit.params, prompt_of(submit), submit.params.logprobs
         )
-        emitted = _ids(submit.emitted, "emitted")
+        emitted = ids_of(submit.emitted, "emitted")
         check_ids(emitted, self._service.limits, "emitted")
         if len(emitted) > plan.sampling[0].max_tokens:
             raise ApiError(400, "emitted: is longer than max_tokens", param="emitted")
@@ -240,7 +216,7 @@ class Door:
         self._service.start(generation, sink, emitted)
         await generation.accepted()
         choice = generation.choices[0]
-        self._send(connection, _accepted(submit.id, choice))
+        self._send(connection, accepted_message(submit.id, choice))
         early, request.early = request.early or [], None
         for emit in early:
             self._send(connection, emit)
@@ -254,7 +230,7 @@ class Door:
             num_cached_tokens=choice.cached,
         )
 
-    def _emit(self, connection: _Connection, request: _Request, delta: Delta) -> None:
+    def _emit(self, connection: Connection, request: Request, delta: Delta) -> None:
         if not delta.token_ids and not delta.text:
             return
         emit = Emit(
@@ -272,7 +248,7 @@ class Door:
 
     # -- frames out ------------------------------------------------------------------------------
 
-    def _send(self, connection: _Connection, message: ToClient) -> None:
+    def _send(self, connection: Connection, message: ToClient) -> None:
         frame = encode_client(message)
         if not connection.unsent and self._try_send(connection, frame):
             return
@@ -283,7 +259,7 @@ class Door:
             logger.info("a ZMQ client does not read: its requests are aborted")
             self._drop(connection)
 
-    def _try_send(self, connection: _Connection, frame: bytes) -> bool:
+    def _try_send(self, connection: Connection, frame: bytes) -> bool:
         """Send one frame; False when the client is behind. One that left is dropped."""
         if self._socket is None:
             return True
@@ -323,43 +299,10 @@ class Door:
                 self._send(connection, Beat())
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """The client left, or does not read: free what it asked for."""
         self._connections.pop(connection.identity, None)
         requests, connection.requests = connection.requests, {}
         connection.unsent.clear()
         for request in requests.values():
             request.abort()
-
-
-def _prompt_of(submit: Submit) -> str | list[int]:
-    if bool(submit.prompt) == bool(submit.prompt_ids):
-        raise ApiError(400, "prompt: give either prompt or prompt_ids", param="prompt")
-    return submit.prompt or _ids(submit.prompt_ids, "prompt_ids")
-
-
-def _ids(column: bytes, param: str) -> list[int]:
-    if len(column) % 4:
-        raise ApiError(400, f"{param}: {len(column)} bytes are not whole int32 ids", param=param)
-    return unpack_ids(column)
-
-
-def _id_of(frame: bytes) -> int | None:
-    try:
-        return msgspec.msgpack.decode(frame, type=_IdOnly).id
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return None
-
-
-def _accepted(request_id: int, choice: Choice) -> Accepted:
-    return Accepted(id=request_id, seed=choice.seed, num_prompt_tokens=choice.num_prompt_tokens)
-
-
-def _error(request_id: int | None, error: ApiError) -> Error:
-    return Error(
-        id=request_id,
-        status=error.status,
-        message=error.message,
-        param=error.param,
-        code=error.code,
-    )

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from nvserve.frontend.detokenizer import Vocabulary
@@ -133,6 +135,41 @@ def test_a_stop_string_in_the_last_token_of_all_is_a_stop() -> None:
         assert engine.finished == []  # core has ended it already
 
     run(test, rules=TextRules(["END"], include_stop=False, skip_special=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(2, 1023), min_size=1, max_size=30),
+    st.lists(st.integers(1, 7), min_size=30, max_size=30),
+    st.lists(st.sampled_from(["a", "the", "e ", "\ufffd", "\n", "st"]), max_size=3),
+)
+def test_text_and_usage_do_not_depend_on_how_emits_are_merged(
+    ids: list[int], counts: list[int], stops: list[str]
+) -> None:
+    def streamed(counts: list[int]) -> tuple[str, list[int], str | None, int]:
+        seen: list[Delta] = []
+
+        async def test(engine: RecordingEngine, generation: Generation, _: list[Delta]) -> None:
+            (choice,) = start(generation, seen)
+            rest = list(ids)
+            for count in counts:
+                emit, rest = rest[:count], rest[count:]
+                choice.on_tokens(emit, NONE if rest else LENGTH, 0, None)
+                if not rest or choice.finish_reason:
+                    break
+            used.append(choice.num_output_tokens)
+
+        used: list[int] = []
+        run(test, rules=TextRules(stops, include_stop=False, skip_special=True))
+        text = "".join(delta.text for delta in seen)
+        token_ids = [token_id for delta in seen for token_id in delta.token_ids]
+        return text, token_ids, seen[-1].finish_reason, used[0]
+
+    single = streamed([1] * 30)
+    assert streamed(counts) == single
+    assert single[3] == len(single[1])
+    if not stops:
+        assert single[0] == TOKENIZER.decode(ids)
 
 
 def test_choices_end_singly_and_the_generation_with_the_last() -> None:

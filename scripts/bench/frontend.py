@@ -80,7 +80,7 @@ class StreamClient(asyncio.Protocol):
             self._totals.num_requests += 1
             if self._transport is not None:
                 self._transport.write(self._request)
-        elif joined.startswith(b"HTTP/1.1 ") and not joined.startswith(b"HTTP/1.1 200 "):
+        elif joined.startswith(b"HTTP/1.1 ") and joined[9:12] not in (b"200", b"20", b"2", b""):
             self._totals.failure = joined[:300].decode(errors="replace")
 
     def connection_lost(self, exc: Exception | None) -> None:

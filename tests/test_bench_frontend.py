@@ -1,0 +1,73 @@
+"""The load generator of `nvserve bench frontend` counts events however they are cut."""
+
+import asyncio
+import json
+
+import pytest
+
+from nvserve.scripts.bench.frontend import (
+    BenchFailed,
+    Reading,
+    StreamClient,
+    Totals,
+    make_request,
+    summarize,
+)
+
+STREAM = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b'1c\r\ndata: {"choices":[]}\n\n\r\n' * 5
+    + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+)
+
+
+class Wire(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent.append(bytes(data))
+
+    def abort(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 13, 50, 1000])
+def test_events_and_ends_are_counted_at_any_cut(size: int) -> None:
+    totals, wire = Totals(), Wire()
+    client = StreamClient(b"request", totals)
+    client.connection_made(wire)
+    for start in range(0, len(STREAM), size):
+        client.data_received(STREAM[start : start + size])
+    assert (totals.num_events, totals.num_requests, totals.failure) == (5, 1, "")
+    assert wire.sent == [b"request", b"request"]
+
+
+def test_an_error_answer_is_a_failure() -> None:
+    totals = Totals()
+    client = StreamClient(b"", totals)
+    client.connection_made(Wire())
+    client.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\n")
+    assert "429" in totals.failure
+
+
+def test_a_request_is_whole_http_with_its_own_prompt() -> None:
+    first, second = (
+        make_request("host:1", number, num_prompt=8, max_tokens=4) for number in (0, 1)
+    )
+    head, _, body = first.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert json.loads(body)["prompt"] != json.loads(second.partition(b"\r\n\r\n")[2])["prompt"]
+
+
+def test_rates_are_differences_over_the_window() -> None:
+    totals = Totals()
+    before = Reading({}, totals)
+    totals.num_events, totals.num_requests = 1000, 10
+    after = Reading({}, totals)
+    after.time_s = before.time_s + 2.0
+    report = summarize(before, after, num_clients=1, max_tokens=100, num_ranks=1)
+    assert (report.tokens_per_s, report.requests_per_s, report.is_on_target) == (500.0, 5.0, False)
+    with pytest.raises(BenchFailed, match="no token"):
+        summarize(after, after, num_clients=1, max_tokens=100, num_ranks=1)
