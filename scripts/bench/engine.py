@@ -78,6 +78,18 @@ class Started:
     details: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class FullBatch:
+    """A batch while all of its requests decoded."""
+
+    arrivals_s: list[float]  # of one request's tokens, one a step
+    used: dict[str, float]  # how far each meter went meanwhile
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.arrivals_s) - 1
+
+
 def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Put the engine's flags on a click command."""
     for flag in reversed(FLAGS):
@@ -181,13 +193,17 @@ def generate_with(llm: LLM) -> Generate:
     return generate
 
 
-def full_batch_arrivals(
-    llm: LLM, prompts: Prompts, output_len: int, temperature: float
-) -> list[float]:
-    """When the last request's tokens arrive, while every request of the batch is decoding.
+def decode_full_batch(
+    llm: LLM,
+    prompts: Prompts,
+    output_len: int,
+    temperature: float,
+    read_meters: Callable[[], dict[str, float]] = dict,
+) -> FullBatch:
+    """Answer the prompts, and watch the time in which all of them are decoding.
 
-    Requests start in order, so the last one's first token comes when all others decode; the times
-    end with the first request.
+    Requests start in order, so it begins with the last one's first token and ends with the first
+    request.
     """
     fields: dict[str, Any] = {
         "max_tokens": output_len,
@@ -195,13 +211,19 @@ def full_batch_arrivals(
         "temperature": temperature,
     }
     requests = [llm.client.submit(prompt, **fields) for prompt in prompts]
-    arrivals: list[float] = []
+    arrivals_s: list[float] = []
+    begun: dict[str, float] = {}
+    ended: dict[str, float] = {}
     for _ in llm.client.pieces(requests[-1], REQUEST_LIMIT_S):
-        if len(requests) == 1 or not requests[0].is_over:
-            arrivals.append(time.perf_counter())
+        if len(requests) > 1 and requests[0].is_over:
+            ended = ended or read_meters()
+            continue
+        arrivals_s.append(time.perf_counter())
+        begun = begun or read_meters()
+    ended = ended or read_meters()
     for request in requests:
         llm.client.result(request, REQUEST_LIMIT_S)
-    return arrivals
+    return FullBatch(arrivals_s, {name: ended[name] - start for name, start in begun.items()})
 
 
 def write_result(path: Path | None, result: dict[str, Any]) -> None:

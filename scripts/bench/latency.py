@@ -22,10 +22,9 @@ from nvserve.scripts.bench.engine import (
     EngineOptions,
     Started,
     bench_model,
+    decode_full_batch,
     engine_flags,
     format_table,
-    full_batch_arrivals,
-    generate_with,
     parse_numbers,
     started_engine,
     write_result,
@@ -88,7 +87,7 @@ def latency(**flags: Any) -> None:
         backend = _measure_rig(config, table, draw, output_len)
         with started_engine(model, options, needed_len=needed_len) as engine:
             for batch, figures in table.items():
-                figures |= _measure_engine(engine, draw, batch, output_len)
+                figures |= _measure_engine(engine, draw(batch), output_len)
     for batch, figures in table.items():
         figures |= _with_floor(figures, floors, batch)
     click.echo(_format(model.name, backend, table))
@@ -188,28 +187,25 @@ def rig_figures(*, single: Sequence[StepTimes], overlapped: Sequence[StepTimes])
     }
 
 
-def _measure_engine(
-    engine: Started, draw: Callable[[int], workloads.Prompts], batch: int, output_len: int
-) -> Figures:
+def _measure_engine(engine: Started, prompts: workloads.Prompts, output_len: int) -> Figures:
     """What the client sees, and each process's CPU time a decode step."""
-    generate = generate_with(engine.llm)
-    arrivals = full_batch_arrivals(engine.llm, draw(batch), output_len, workloads.TEMPERATURE)
     pids = child_pids(engine.llm.announcement.url)
-    used_s: dict[str, list[float]] = {name: [] for name in pids}
-    for length in (1, output_len):  # the difference is the decode steps
-        before_s = {name: cpu_s(pid) for name, pid in pids.items()}
-        generate(draw(batch), [length] * batch, workloads.TEMPERATURE)
-        for name, pid in pids.items():
-            used_s[name].append(cpu_s(pid) - before_s[name])
-    step_ms = {
-        name: max(0.0, (long_s - short_s) / (output_len - 1) * 1000)
-        for name, (short_s, long_s) in used_s.items()
+    full = decode_full_batch(
+        engine.llm,
+        prompts,
+        output_len,
+        workloads.TEMPERATURE,
+        read_meters=lambda: {name: cpu_s(pid) for name, pid in pids.items()},
+    )
+    cpu_ms: Figures = {
+        name: used_s / full.num_steps * 1000 if full.num_steps > 0 else None
+        for name, used_s in full.used.items()
     }
     return {
-        "frontend CPU": step_ms.get("frontend"),
-        "core CPU": step_ms.get("core"),
-        "worker CPU": step_ms.get("worker 0"),
-        "step, client": workloads.median_step_ms(arrivals, NUM_SKIPPED) or None,
+        "frontend CPU": cpu_ms.get("frontend"),
+        "core CPU": cpu_ms.get("core"),
+        "worker CPU": cpu_ms.get("worker 0"),
+        "step, client": workloads.median_step_ms(full.arrivals_s, NUM_SKIPPED) or None,
     }
 
 

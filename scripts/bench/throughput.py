@@ -16,9 +16,9 @@ from nvserve.scripts.bench.engine import (
     EngineOptions,
     Started,
     bench_model,
+    decode_full_batch,
     engine_flags,
     format_table,
-    full_batch_arrivals,
     generate_with,
     parse_numbers,
     started_engine,
@@ -148,10 +148,10 @@ def _run_steps(
             max_id=model.max_id,
         )
         prompts = workloads.draw_prompts(batch, flags["context"], rng, model.max_id)
-        arrivals = full_batch_arrivals(engine.llm, prompts, output_lens[1], workloads.TEMPERATURE)
+        full = decode_full_batch(engine.llm, prompts, output_lens[1], workloads.TEMPERATURE)
         steps[batch] = {
             "step_ms": step_ms,
-            "median_step_ms": workloads.median_step_ms(arrivals) or None,
+            "median_step_ms": workloads.median_step_ms(full.arrivals_s) or None,
         }
     return steps
 
