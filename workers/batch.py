@@ -99,6 +99,10 @@ class Batch:
             self.sampling.add(step.new)
         if step.tables is not None and step.tables.slots:
             self._change_tables(step.tables)
+        running = [*(step.joins or ()), *(() if step.chunks is None else step.chunks.slots)]
+        unknown = [slot for slot in running if self.sampling.params[slot] is None]
+        if unknown:
+            raise BadStep(f"slots {unknown} run, but no request has taken them")
 
     def _check_slots(self, step: SchedulerOutput) -> None:
         """Refuse slots out of range and rows that would run twice: they would corrupt others."""
