@@ -111,6 +111,22 @@ def test_comments_and_carriage_returns_are_no_events() -> None:
     run(scene)
 
 
+def test_the_role_that_opens_a_chat_is_no_token() -> None:
+    async def scene() -> None:
+        bench = Bench()
+        done = bench.ask()
+        role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+        word = b'data: {"choices":[{"delta":{"content":"a \\"role\\""}}]}\n\n'
+        bench.receive(11.0, HEAD + chunk(role))
+        bench.receive(12.0, chunk(word))
+        bench.receive(13.0, chunk(word + END) + LAST_CHUNK)
+        await done
+        assert bench.answer.event_times == [12.0, 13.0]
+        assert bench.answer.is_complete
+
+    run(scene)
+
+
 @pytest.mark.parametrize(
     ("received", "expected"),
     [

@@ -166,8 +166,10 @@ class Connection(asyncio.Protocol):
             if event == DONE:
                 self._is_done = True
             elif event.startswith(b"data:"):
-                answer.event_times.append(self._now)
                 self._last = event
+                if not answer.event_times and _is_opening(event[5:]):
+                    continue
+                answer.event_times.append(self._now)
                 if self._keep_events:
                     answer.events.append(event[5:])
 
@@ -201,6 +203,17 @@ class Connection(asyncio.Protocol):
         self.idle_since = self._clock()
         if not self._done.done():
             self._done.set_result(None)
+
+
+def _is_opening(event: bytes) -> bool:
+    """A chat's first event may hold the role alone, and be sent before there is a token."""
+    if b'"role"' not in event:
+        return False
+    try:
+        delta = json.loads(event)["choices"][0]["delta"]
+    except (ValueError, LookupError, TypeError):
+        return False  # malformed, or text that holds the word
+    return "role" in delta and not delta.get("content")
 
 
 def _read_last_event(answer: Answer, event: bytes) -> str:
