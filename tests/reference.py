@@ -23,7 +23,7 @@ class ReferenceModel:
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-        self._model.eval()
+        self._model.train(False)
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int, stop_ids: frozenset[int]) -> Reference:
