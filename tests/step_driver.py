@@ -63,6 +63,7 @@ class Run:
     num_cached: int = 0
     blocks: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the step's answer, for each output token
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -182,9 +183,10 @@ def _chunks(runs: list[Run], counts: list[int], samples: list[bool]) -> Chunks:
 def _take(rows: list[Run], chunked: list[Run], result: StepResult) -> None:
     tokens = unpack_ids(result.tokens)
     assert len(tokens) == len(rows)
-    for run, token in zip(rows, tokens, strict=True):
+    for row, (run, token) in enumerate(zip(rows, tokens, strict=True)):
         run.tokens.append(token)
         run.output.append(token)
+        run.rows.append(row)
     if result.logprobs is not None:
         for row in result.logprobs.rows:
             rows[row].logprobs.append(result.logprobs)
