@@ -112,7 +112,7 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
-        format="%(levelname)s %(name)s: %(message)s",
+        format="%(levelname)s %(message)s",
         force=True,
     )
 

@@ -9,6 +9,7 @@ import time
 from typing import Final, TextIO
 
 BAR_CELLS: Final = 24
+MAX_COLUMNS: Final = 120
 
 
 class Display:
@@ -60,8 +61,11 @@ class Display:
         done = sum(done for _, done in self._phases.values()) / len(self._phases)
         cells = round(done * BAR_CELLS)
         bar = "#" * cells + "." * (BAR_CELLS - cells)
-        texts = [f"{name} {phase} {done:.0%}" for name, (phase, done) in self._phases.items()]
-        return f"[{bar}] {', '.join(texts)}"[:120]
+        texts = [
+            f"{name} {phase}" + (f" {done:.0%}" if 0.0 < done < 1.0 else "")
+            for name, (phase, done) in self._phases.items()
+        ]
+        return f"[{bar}] {', '.join(texts)}"[:MAX_COLUMNS]
 
     def _draw(self, bar: str) -> None:
         if bar != self._bar:

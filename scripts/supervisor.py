@@ -117,7 +117,10 @@ class Supervisor:
         self._last_tick = now
         observations = [self._observe(child, now) for child in self._children.values()]
         self._execute(self.policy.tick(now, observations, awake_since=self._awake_since))
-        if self.policy.state is State.READY and not self._is_announced:
+        if self.policy.state is not State.READY:
+            return
+        self._display.settle()
+        if not self._is_announced:
             self._is_announced = True
             self._announce()
 
@@ -149,19 +152,26 @@ class Supervisor:
         """Keep what the person at the terminal wants to know of a start."""
         match message:
             case Progress(phase, done):
-                self._display.progress(child.name, phase, done)
+                self._show_progress(child, phase, done)
             case Ready():
                 self._times.ready.setdefault(child.name, time.monotonic())
                 self._times.zmq_endpoint = message.zmq_endpoint or self._times.zmq_endpoint
+                if child.id.role is not Role.WORKER:
+                    self._show_progress(child, "ready", 1.0)
             case EpochReady() if child.id.role is Role.WORKER:
                 self._times.phases[child.name] = message.phases
                 self._times.attention_backend = message.attention_backend
-                self._display.progress(child.name, "ready", 1.0)
+                self._show_progress(child, "ready", 1.0)
             case _:
                 pass
 
         if child.has_hung_up:
             self._unregister(child.control.fileno())
+
+    def _show_progress(self, child: Child, phase: str, done: float) -> None:
+        """While people wait for it; the spare's start interests nobody."""
+        if self.policy.state in (State.LOADING, State.RECOVERING):
+            self._display.progress(child.name, phase, done)
 
     def _show(self, child: Child) -> None:
         for line in child.read_lines():

@@ -249,7 +249,7 @@ def test_a_death_while_starting_ends_the_launch_with_its_last_words(
     server = launch({f"FAKE_{role}": "die"})
     assert server.wait_exit() == ExitCode.START_FAILED
     assert "exited with status 3" in server.text
-    assert "  | ERROR fake: these are my last words" in server.text
+    assert "  | ERROR these are my last words" in server.text
     assert server.out == []
 
 
@@ -354,4 +354,4 @@ def test_lines_of_every_process_carry_time_and_name(launch: Launches) -> None:
     server = launch()
     server.wait_ready()
     for name in ("worker 0", "worker 1", "core", "frontend"):
-        assert re.search(rf"^\d\d:\d\d:\d\d {name} \| INFO fake: role", server.text, re.MULTILINE)
+        assert re.search(rf"^\d\d:\d\d:\d\d {name} \| INFO role", server.text, re.MULTILINE)
