@@ -37,6 +37,7 @@ from nvserve.workers.models.registry import read_config
 from nvserve.workers.runner import Runner
 from nvserve.workers.step_result import StepResult
 
+NUM_BLOCKS = 300
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -209,7 +210,6 @@ def make_config(model: Path, **changes: object) -> Config:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
         "block_size": 4,
-        "num_kv_blocks": 300,
     }
     return Config(str(model), facts, ["tiny"], **{**settings, **changes})  # type: ignore[arg-type]
 
@@ -230,7 +230,7 @@ def begin_epoch(
         assert time.monotonic() < give_up, "the other ranks did not come"
         time.sleep(seconds)
 
-    start = StartEpoch(epoch, size, rank)
+    start = StartEpoch(epoch, size, rank, num_kv_blocks=NUM_BLOCKS)
     engine.begin(start, str(launch_dir), wait, lambda phase, done: None)
     return StepDriver(engine.runner)
 

@@ -172,10 +172,8 @@ class TorchEngine:
         )
 
     def _num_blocks(self, model: Decoder) -> int:
-        """The pool's size, scratch block included: as configured, else as much as fits."""
+        """The pool's size where the launcher leaves it to us: as much as fits, scratch included."""
         config = self._config
-        if config.num_kv_blocks:
-            return config.num_kv_blocks + 1
         bytes_per_block = block_bytes(model.shard, config.block_size, self._dtype)
         if model.device.type == "cpu":
             return num_cpu_blocks(config, bytes_per_block, available_memory_bytes())

@@ -74,12 +74,9 @@ class SimEngine:
         self._page.beat(Phase.REBUILDING)
         self._decoding = self._decoding[:0]
         self._lengths[:] = 0
-        num_blocks = start.num_kv_blocks or self._num_blocks()
+        wanted = num_wanted_blocks(self._config)
+        num_blocks = start.num_kv_blocks or with_scratch(self._config, wanted)
         return EpochReady(start.epoch, num_blocks, {}, "sim")
-
-    def _num_blocks(self) -> int:
-        config = self._config
-        return with_scratch(config, config.num_kv_blocks or num_wanted_blocks(config))
 
     def launch(self, step: SchedulerOutput) -> SimPending:
         self._apply(step)
