@@ -22,6 +22,7 @@ from nvserve.scripts.control_socket import ask
 
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"^nvserve is ready: (\S+)$", re.MULTILINE)
+PATIENT = ("--port", "0", "--hang-timeout", "60")  # a loaded machine is no hang
 START_LIMIT_S = 120.0  # the suite may share its cores
 POLL_S = 0.02
 
@@ -77,9 +78,8 @@ class Server:
 
     @classmethod
     def launch(cls, *flags: str, **variables: str) -> Self:
-        """`nvserve launch` with these flags, on a free port unless they name one."""
-        port = [] if "--port" in flags else ["--port", "0"]
-        return cls(["-m", "nvserve", "launch", *port, *flags], **variables)
+        """`nvserve launch` with these flags; a free port and much patience unless they say more."""
+        return cls(["-m", "nvserve", "launch", *PATIENT, *flags], **variables)
 
     @property
     def pid(self) -> int:

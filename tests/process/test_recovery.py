@@ -69,7 +69,7 @@ def texts(streams: list[Stream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    flags = ["--tp", "2", "--dtype", "float32", "--max-restarts", "1000"]
+    flags = ["--tp", "2", "--dtype", "float32", "--max-restarts", "1000", "--hang-timeout", "5"]
     with served(Server.launch(*flags)) as launched:
         launched.wait_ready()
         yield launched

@@ -15,6 +15,8 @@ from process.server import Server, is_running, served, title, wait_for
 
 from nvserve.scripts.exit_codes import ExitCode
 
+PATIENT_S = 60.0  # a loaded machine is no hang, unless a test is about hangs
+HANG_S = 3.0
 FAKE_LAUNCH = str(Path(__file__).parent / "fake_launch.py")
 
 
@@ -25,7 +27,7 @@ class Launches:
         self.servers: list[Server] = []
 
     def __call__(self, behaviour: dict[str, str] | None = None, **config: Any) -> Server:
-        settings = {"tp_size": 2, "num_spares": 0, "hang_timeout_s": 2.0} | config
+        settings = {"tp_size": 2, "num_spares": 0, "hang_timeout_s": PATIENT_S} | config
         server = Server([FAKE_LAUNCH, json.dumps(settings)], **(behaviour or {}))
         self.servers.append(server)
         return server
@@ -144,7 +146,7 @@ def test_a_dead_frontend_is_replaced_on_the_same_port_without_a_new_epoch(launch
 
 @pytest.mark.parametrize("name", ["worker 1", "core"])
 def test_a_stopped_process_is_found_fenced_and_replaced(launch: Launches, name: str) -> None:
-    server = launch()
+    server = launch(hang_timeout_s=HANG_S)
     server.wait_ready()
     before = server.pids()
     kill(server, name, signal.SIGSTOP)
@@ -157,7 +159,7 @@ def test_a_stopped_process_is_found_fenced_and_replaced(launch: Launches, name: 
 
 
 def test_a_stopped_frontend_is_replaced(launch: Launches) -> None:
-    server = launch()
+    server = launch(hang_timeout_s=HANG_S)
     server.wait_ready()
     before = server.pids()
     kill(server, "frontend", signal.SIGSTOP)
@@ -179,13 +181,13 @@ def test_a_short_stop_restarts_nobody(launch: Launches) -> None:
 
 
 def test_a_launcher_stopped_with_all_its_children_restarts_nobody(launch: Launches) -> None:
-    server = launch(hang_timeout_s=2.0)
+    server = launch(hang_timeout_s=HANG_S)
     server.wait_ready()
     before = server.pids()
     everybody = [server.pid, *before.values()]
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.0)  # longer than the limit: the silence itself is what is tested
+    time.sleep(HANG_S + 1.0)  # longer than the limit: the silence itself is what is tested
     for pid in everybody:
         os.kill(pid, signal.SIGCONT)
     with pytest.raises(AssertionError):
@@ -305,7 +307,7 @@ def test_a_signal_while_starting_ends_the_launch_cleanly(launch: Launches) -> No
 
 
 def test_a_stopped_child_does_not_outlive_a_drain(launch: Launches) -> None:
-    server = launch(hang_timeout_s=60.0)
+    server = launch()
     server.wait_ready()
     kill(server, "worker 0", signal.SIGSTOP)
     server.signal(signal.SIGTERM)
