@@ -221,7 +221,7 @@ def train_stage(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = next_token_loss(model, rows, reduction="mean")
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % EVAL_EVERY and step != stage.num_steps:

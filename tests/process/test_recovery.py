@@ -94,7 +94,8 @@ def settled(server: Server) -> dict[str, Any]:
 
 
 def pid_of(status: dict[str, Any], name: str) -> int:
-    return next(p["pid"] for p in status["processes"] if p["name"] == name)
+    pids: dict[str, int] = {p["name"]: p["pid"] for p in status["processes"]}
+    return pids[name]
 
 
 @pytest.mark.parametrize("victim", ["worker 0", "worker 1", "core"])
