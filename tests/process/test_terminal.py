@@ -1,0 +1,154 @@
+"""`nvserve generate` and `nvserve chat`: text on the terminal, and nothing left running."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process.server import Server, environment, is_running, served, wait_for
+
+NVSERVE = [sys.executable, "-m", "nvserve"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(Server.launch("--spares", "0")) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture
+def tmpdir() -> Iterator[Path]:
+    """A short TMPDIR, which must be empty in the end."""
+    path = Path(tempfile.mkdtemp(prefix="nt"))
+    yield path
+    left = list(path.iterdir())
+    shutil.rmtree(path)
+    assert not left
+
+
+def generate(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*NVSERVE, "generate", *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_generate_with_a_server_of_its_own_prints_text_and_leaves_nothing(tmpdir: Path) -> None:
+    done = generate("To be, or", "--max-tokens", "20", TMPDIR=str(tmpdir))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("To be, or")
+    assert len(done.stdout) > 30
+    assert done.stderr == ""
+
+
+def test_the_same_seed_gives_the_same_text(url: str) -> None:
+    flags = ["--endpoint", url, "--max-tokens", "30", "--seed", "5"]
+    first, second = generate("To be", *flags), generate("To be", *flags)
+    assert first.stdout == second.stdout != "To be"
+
+
+def test_a_refused_request_is_one_clear_line(url: str) -> None:
+    done = generate("x", "--endpoint", url, "--temperature", "-3")
+    assert done.returncode == 1
+    assert re.fullmatch(r"Error: status 400: .*temperature.*\n", done.stderr)
+
+
+def test_generate_says_why_its_server_cannot_start(tmpdir: Path) -> None:
+    done = generate("x", "--tp", "3", TMPDIR=str(tmpdir))
+    assert done.returncode == 2
+    assert done.stderr == "Error: --tp 3 cannot split 4 KV heads / 8 query heads\n"
+
+
+def test_an_interrupted_generate_takes_its_server_along(tmpdir: Path) -> None:
+    process = subprocess.Popen(
+        [*NVSERVE, "generate", "x", "--max-tokens", "3000"],
+        env=environment(TMPDIR=str(tmpdir)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.read(10)  # the prompt and the first text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+    wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
+
+
+def test_a_killed_generate_takes_its_server_along(tmpdir: Path) -> None:
+    process = subprocess.Popen(
+        [*NVSERVE, "generate", "x"], env=environment(TMPDIR=str(tmpdir)), stdout=subprocess.DEVNULL
+    )
+    wait_for("a launch", lambda: list(tmpdir.glob("nvserve-*/launcher.sock")))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait(10)
+    wait_for("no launcher", lambda: not any(is_running(int(pid)) for pid in children), 3.0)
+    wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
+
+
+class Chat:
+    """A chat with pipes for a terminal; `read_until` waits for what it writes."""
+
+    def __init__(self, url: str) -> None:
+        self.process = subprocess.Popen(
+            [*NVSERVE, "chat", "--endpoint", url, "--temperature", "0"],
+            env=environment(PYTHONUNBUFFERED="1"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.text = ""
+
+    def say(self, line: str) -> None:
+        self.stdin.write(line.encode() + b"\n")
+        self.stdin.flush()
+
+    def read_until(self, pattern: str) -> str:
+        """The text up to the first match, which is taken away."""
+        while (found := re.search(pattern, self.text)) is None:
+            piece = os.read(self.stdout.fileno(), 4096)
+            assert piece, f"ended before {pattern!r}: {self.text!r}"
+            self.text += piece.decode()
+        before, self.text = self.text[: found.end()], self.text[found.end() :]
+        return before
+
+    def leave(self) -> int:
+        """Ctrl-D, which closes a terminal's input."""
+        self.stdin.close()
+        self.read_until(r"\n")
+        self.stdout.close()
+        return self.process.wait(30)
+
+
+def test_a_chat_remembers_goes_on_and_leaves_at_the_end_of_input(url: str) -> None:
+    chat = Chat(url)
+    chat.read_until("> ")
+    chat.say("Who are you?")
+    first = chat.read_until(r"\n> ")
+    assert len(first) > 10
+    chat.say("Who are you?")
+    assert chat.read_until(r"\n> ") != first, "the second turn did not see the first one"
+    assert chat.leave() == 0
+
+
+def test_an_interrupt_stops_the_reply_and_not_the_chat(url: str) -> None:
+    chat = Chat(url)
+    chat.read_until("> ")
+    chat.say("Tell me all about the wars of York and Lancaster.")
+    chat.read_until(r"\w")
+    chat.process.send_signal(signal.SIGINT)
+    assert chat.read_until(r"\n> ").endswith("[stopped]\n> ")
+    chat.say("Who are you?")
+    assert len(chat.read_until(r"\n> ")) > 10
+    assert chat.leave() == 0
