@@ -40,7 +40,7 @@ def tokens(pending: Pending) -> list[int]:
 
 
 def prefill(
-    slot: int, prompt: list[int], seed: int, params: SamplingParams = WARM
+    slot: int, prompt: list[int], seed: int, kind: SamplingParams = WARM
 ) -> SchedulerOutput:
     return SchedulerOutput(
         0,

@@ -29,7 +29,7 @@ from nvserve.workers.kv_cache import (
 from nvserve.workers.models.config import DecoderConfig, check_parallel
 from nvserve.workers.models.decoder import Decoder
 from nvserve.workers.models.registry import read_config
-from nvserve.workers.parallel import TensorParallel
+from nvserve.workers.parallel import DEFAULT_LIMIT_S, TensorParallel
 from nvserve.workers.pending_step import PendingStep
 from nvserve.workers.runner import Runner
 from nvserve.workers.staging import Staging
@@ -113,7 +113,8 @@ class TorchEngine:
         architecture = read_config(Path(self._config.model))
         check_parallel(architecture, start.tp_size)
         device = self._open_device(start)
-        self._parallel = TensorParallel(start.rank, start.tp_size, self._page)
+        limit_s = max(DEFAULT_LIMIT_S, 4 * self._config.hang_timeout_s)
+        self._parallel = TensorParallel(start.rank, start.tp_size, self._page, limit_s)
         self._model = self._load_weights(architecture, device, report)
         return self._model
 

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from nvserve.protocol.progress import ProgressPage
 from nvserve.workers.step_result import PeerLost, Wait
 
-# Longer than any hang limit: a hung peer is fenced by the launcher, which frees the others.
-COLLECTIVE_LIMIT_S: Final = 120.0
-CONNECT_LIMIT_S: Final = 20.0  # all ranks have shown up; only connecting is left
+DEFAULT_LIMIT_S: Final = 20.0  # of a collective, and of connecting once all have shown up
 POLL_S: Final = 0.01  # between two looks at who has shown up
 
 _ENVIRONMENT: Final = {
@@ -40,10 +38,18 @@ _gather_into: Final = (
 class TensorParallel:
     """This rank's place among the ranks; the group behind it is replaced with every epoch."""
 
-    def __init__(self, rank: int = 0, size: int = 1, page: ProgressPage | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        page: ProgressPage | None = None,
+        limit_s: float = DEFAULT_LIMIT_S,
+    ) -> None:
+        """`limit_s` shall exceed the launcher's hang limit: fencing a peer frees the others."""
         self.rank: Final = rank
         self.size: Final = size
         self._page = page
+        self._limit: Final = timedelta(seconds=limit_s)
         self._is_nccl = False
 
     # -- epochs --------------------------------------------------------------------------------
@@ -66,14 +72,14 @@ class TensorParallel:
         everyone = [f"here{rank}" for rank in range(self.size)]
         while not store.check(everyone):
             wait(POLL_S)
-        store.set_timeout(timedelta(seconds=CONNECT_LIMIT_S))
+        store.set_timeout(self._limit)
         try:
             dist.init_process_group(
                 "nccl" if self._is_nccl else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
+                timeout=self._limit,
                 device_id=device if self._is_nccl else None,
             )
         except RuntimeError as error:
