@@ -138,7 +138,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_throughput_measures_mix_and_steps_of_the_demo_model(tmp_path: Path) -> None:
     mix = ["--num-requests", "4", "--min-len", "3", "--max-input-len", "9", "--max-output-len", "6"]
-    steps = ["--batches", "1,3", "--context", "8", "--output-lens", "2,18", "--step-rounds", "1"]
+    steps = ["--batches", "1,3", "--context", "8", "--output-lens", "2,34", "--step-rounds", "1"]
     result = run_json(throughput, tmp_path / "r.json", *mix, *steps)
     assert len(result["mix"]) == 2
     assert all(one["out_tok_s"] > 0 for one in result["mix"])

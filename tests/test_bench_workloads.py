@@ -82,6 +82,16 @@ def test_drawn_prompts_have_the_asked_shape() -> None:
 
 
 def test_the_median_step_ignores_the_first_gaps_and_single_delays() -> None:
-    arrivals = [0.0, 9.0, 18.0, 18.5, 18.6, 18.61, 18.62, 19.9, 19.91]
+    steps = [9.0] * 4 + [0.01] * 40
+    steps[30] = 5.0
+    arrivals = [sum(steps[:count]) for count in range(len(steps) + 1)]
     assert median_step_ms(arrivals, num_skipped=4) == pytest.approx(10.0)
+
+
+def test_the_median_step_is_right_when_tokens_arrive_a_few_at_a_time() -> None:
+    arrivals = [0.02 * (count // 2) for count in range(60)]  # two at a time
+    assert median_step_ms(arrivals) == pytest.approx(10.0)
+
+
+def test_too_few_steps_have_no_median() -> None:
     assert median_step_ms([0.0, 1.0]) == 0.0

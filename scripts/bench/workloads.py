@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from random import Random
 from typing import Final
 
@@ -21,6 +20,7 @@ MAX_ID: Final = 10_000  # inclusive; ids of the prompts
 BATCHES: Final = (1, 8, 32, 128, 256)
 OUTPUT_LENS: Final = (16, 144)  # of the two runs whose difference is the decode steps
 CONTEXT: Final = 256  # prompt tokens before the steps
+WINDOW: Final = 8  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,12 @@ def draw_prompts(batch: int, context: int, rng: Random, max_id: int = MAX_ID) ->
 
 
 def median_step_ms(arrivals_s: Sequence[float], num_skipped: int = 4) -> float:
-    """The median time between a request's tokens, which all arrive while the batch is full.
+    """The median time of a step, from when a request's tokens arrive while the batch is full.
 
-    The first `num_skipped` gaps may still hold other requests' prompts and do not count; 0 when
-    none is left.
+    Taken over windows of WINDOW steps, since tokens may arrive a few at a time. The first
+    `num_skipped` steps may still hold other requests' prompts and do not count; 0 when too few are
+    left.
     """
-    gaps = [later - earlier for earlier, later in pairwise(arrivals_s)]
-    counted = gaps[num_skipped:]
-    return statistics.median(counted) * 1000 if counted else 0.0
+    counted = arrivals_s[num_skipped:]
+    windows = [later - earlier for earlier, later in zip(counted, counted[WINDOW:], strict=False)]
+    return statistics.median(windows) / WINDOW * 1000 if windows else 0.0
