@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 MIN_GAP = 1e-3  # between the two best logits: below it, rounding could pick either
 
@@ -24,24 +24,27 @@ class ReferenceModel:
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
         self._model.train(False)
+        # Its own defaults would mix with what greedy() asks for.
+        self._model.generation_config = GenerationConfig()
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int, stop_ids: frozenset[int]) -> Reference:
         """Up to num_tokens ids after the prompt; ends with the first of stop_ids."""
-        ids: list[int] = []
-        gap = float("inf")
-        cache = None
-        inputs = torch.tensor([prompt])
-        while len(ids) < num_tokens:
-            output = self._model(inputs, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            best = output.logits[0, -1].topk(2)
-            gap = min(gap, float(best.values[0] - best.values[1]))
-            ids.append(int(best.indices[0]))
-            if ids[-1] in stop_ids:
-                break
-            inputs = torch.tensor([[ids[-1]]])
-        return Reference(tuple(prompt), tuple(ids), gap)
+        output = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            generation_config=GenerationConfig(
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=sorted(stop_ids) or None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            ),
+        )
+        best = torch.stack(output.logits)[:, 0].topk(2).values
+        ids = output.sequences[0, len(prompt) :].tolist()
+        return Reference(tuple(prompt), tuple(ids), float((best[:, 0] - best[:, 1]).min()))
 
     def clear_references(
         self, prompts: list[list[int]], num_tokens: int, stop_ids: frozenset[int], count: int

@@ -45,16 +45,16 @@ class Answer:
     finish_reason: str | None
 
 
-async def _stream(client: openai.AsyncOpenAI, prompt: list[int], **fields: Any) -> Answer:
+async def _stream(client: openai.AsyncOpenAI, prompt: list[int], num_tokens: int) -> Answer:
     answer = Answer([], "", None, None)
     stream = await client.completions.create(
         model="demo",
         prompt=prompt,
-        max_tokens=NUM_TOKENS,
+        max_tokens=num_tokens,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True, "return_token_ids": True, **fields},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     async for chunk in stream:
         if chunk.usage is not None:
@@ -66,14 +66,16 @@ async def _stream(client: openai.AsyncOpenAI, prompt: list[int], **fields: Any) 
     return answer
 
 
-def ask_all(url: str, prompts: list[list[int]]) -> list[Answer]:
+def ask_all(url: str, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[Answer]:
     """All prompts at once, each in a stream of its own, by the official client."""
 
     async def run() -> list[Answer]:
         async with openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", timeout=240, max_retries=0
         ) as client:
-            return await asyncio.gather(*(_stream(client, prompt) for prompt in prompts))
+            return await asyncio.gather(
+                *(_stream(client, prompt, num_tokens) for prompt in prompts)
+            )
 
     return asyncio.run(run())
 
@@ -120,16 +122,23 @@ def test_sixteen_streams_equal_their_references(
             check(ask_all(url, [list(one.prompt) for one in chosen]), chosen, tokenizer)
 
 
-def test_a_pool_so_small_that_everybody_is_preempted_changes_no_answer(
-    references: list[Reference], tokenizer: Tokenizer
+def test_a_pool_so_small_that_requests_keep_being_preempted_changes_no_answer(
+    tokenizer: Tokenizer,
 ) -> None:
-    longest = max(len(one.prompt) for one in references) + NUM_TOKENS
-    flags = ["--max-model-len", str(longest), "--num-kv-blocks", "18", "--block-size", "8"]
+    words = WORDS.split()
+    prompts = [tokenizer.encode(f"{one} and {other}").ids for one in words for other in words]
+    num_tokens, num_requests = 120, 12
+    references = ReferenceModel(DEMO_MODEL).clear_references(
+        prompts, num_tokens, frozenset(), num_requests
+    )
+    flags = ["--max-model-len", "144", "--num-kv-blocks", "18", "--block-size", "8"]
     with served(Server.launch("--spares", "0", *flags)) as server:
         url = server.wait_ready()
-        check(ask_all(url, [list(one.prompt) for one in references]), references, tokenizer)
+        answers = ask_all(url, [list(one.prompt) for one in references], num_tokens)
+        assert [tuple(answer.ids) for answer in answers] == [one.ids for one in references]
         after = wait_for("stats", lambda: _settled(url))
-        assert after["nvserve:num_preemptions_total"] >= 2 * 10
+        num_preemptions = after["nvserve:num_preemptions_total"]
+        assert num_preemptions >= 2 * num_requests, f"only {num_preemptions} preemptions"
 
 
 def _settled(url: str) -> dict[str, float] | None:
@@ -147,7 +156,11 @@ def test_64_streams_and_a_client_that_leaves(
         check(ask_all(url, [list(one.prompt) for one in references]), references, tokenizer)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         stream = client.completions.create(
-            model="demo", prompt="To be", max_tokens=4000, stream=True, extra_body={"ignore_eos": 1}
+            model="demo",
+            prompt="To be",
+            max_tokens=4000,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         next(iter(stream))
         wait_for("running", lambda: metrics(url)["nvserve:kv_cache_usage_perc"] > 0)
