@@ -156,7 +156,7 @@ class SamplingState:
         return table
 
     def _allow(self, slot: int, ids: list[int]) -> None:
-        """Restrict a slot to these ids; to none at all when the list is empty."""
+        """Restrict a slot to these ids; an empty list allows everything."""
         num_words = -(-self.vocab_size // 32)
         if self.allowed is None:
             if not ids:

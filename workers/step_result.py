@@ -41,12 +41,15 @@ class Pending(Protocol):
 
     def is_done(self) -> bool:
         """True once `result` may be called; never waits."""
+        ...
 
     def poll_ms(self) -> int:
         """How long one may sleep before it is worth asking again."""
+        ...
 
     def result(self) -> StepResult:
         """The results, once done; StepFault when they cannot be used."""
+        ...
 
 
 class Engine(Protocol):
@@ -57,12 +60,16 @@ class Engine(Protocol):
 
         ModelRefused is final; PeerLost ends this epoch only; what `wait` raises passes through.
         """
+        ...
 
     def launch(self, step: SchedulerOutput) -> Pending:
         """Start a step; steps finish in the order of their launch."""
+        ...
 
     def prepare_ahead(self) -> bool:
         """Use an idle moment to get ready for later steps; True when there may be more to do."""
+        ...
 
     def end(self) -> None:
         """Leave the group, which frees peers that wait for this rank."""
+        ...
