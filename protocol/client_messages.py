@@ -63,6 +63,7 @@ class ClientParams(SamplingFields, kw_only=True, forbid_unknown_fields=True, omi
     """The parameters of a ZMQ submit."""
 
     logprobs: int | None = None  # best alternatives reported per token, 0 = the chosen one alone
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second one on
 
 
 class ClientMessage(
@@ -126,13 +127,18 @@ class TokenLogprob(ClientMessage, frozen=True, kw_only=True, tag=False):
 
 
 class Emit(ClientMessage, frozen=True, kw_only=True, tag=True):
-    """New output tokens and the text that became certain with them."""
+    """New output tokens and the text that became certain with them.
+
+    Where asked for, the scores of the prompt come first, in emits of their own or with tokens.
+    """
 
     id: int
     first: int  # index of the first of these tokens in the output
     tokens: bytes  # int32
     text: str = ""
     logprobs: list[TokenLogprob] | None = None
+    prompt_first: int = 0  # position in the prompt of the first of:
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Finished(ClientMessage, frozen=True, kw_only=True, tag=True):
