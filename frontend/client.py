@@ -31,6 +31,7 @@ from nvserve.protocol.client_messages import (
 
 CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
 TICK_S: Final = 0.1  # between looks at the clock while waiting
+MAX_FRAMES_AT_ONCE: Final = 256  # then the caller gets its pieces and its clock is looked at
 
 
 class ServerGone(ConnectionError):
@@ -173,7 +174,7 @@ class Client:
             self._relink()
 
     def _receive(self, link: Link) -> None:
-        while True:
+        for _ in range(MAX_FRAMES_AT_ONCE):
             try:
                 frame = link.socket.recv(zmq.DONTWAIT)
             except zmq.Again:

@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 1024
 MAX_REQUESTS: Final = 1024  # open ones of one connection
-MAX_UNSENT_BYTES: Final = 1 << 20  # of one connection, beyond what the socket queues
+# Of one connection, beyond what the socket queues: some seconds of a whole batch, as an offline
+# client with hundreds of streams needs while it looks elsewhere.
+MAX_UNSENT_BYTES: Final = 32 << 20
 QUEUED_FRAMES: Final = 1000  # in the socket, for one connection and each direction
 RETRY_S: Final = 0.02
 IDLE_BEATS: Final = 20  # a connection without requests gets every 20th beat, to find it gone
@@ -249,6 +251,8 @@ class Door:
     # -- frames out ------------------------------------------------------------------------------
 
     def _send(self, connection: Connection, message: ToClient) -> None:
+        if connection.is_dropped:  # what came later would follow a gap
+            return
         frame = encode_client(message)
         if not connection.unsent and self._try_send(connection, frame):
             return
@@ -301,6 +305,7 @@ class Door:
 
     def _drop(self, connection: Connection) -> None:
         """The client left, or does not read: free what it asked for."""
+        connection.is_dropped = True
         self._connections.pop(connection.identity, None)
         requests, connection.requests = connection.requests, {}
         connection.unsent.clear()

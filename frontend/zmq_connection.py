@@ -42,6 +42,7 @@ class Connection:
         self.requests: dict[int, Request] = {}
         self.unsent: deque[bytes] = deque()
         self.num_unsent_bytes = 0
+        self.is_dropped = False
 
 
 def prompt_of(submit: Submit) -> str | list[int]:

@@ -3,9 +3,11 @@
 Block 0 is scratch: padded rows write there, and nobody reads it. `num_blocks` counts it.
 """
 
+import math
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
 from nvserve.protocol.config import Config
@@ -30,10 +32,19 @@ class KvCache:
         config = shard.config
         shape = (num_blocks, block_size, shard.num_kv_heads, config.head_dim)
         # Zeros, since what a kernel masks out it may still multiply by 0, and 0 * NaN is NaN.
-        pool = torch.zeros((config.num_layers, 2, *shape), device=device, dtype=dtype)
+        pool = _zeros((config.num_layers, 2, *shape), device, dtype)
         self.num_blocks: Final = num_blocks
         self.block_size: Final = block_size
         self.layers: Final = [(layer[0], layer[1]) for layer in pool]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # numpy leaves zeroing to the kernel, page by page at the first touch: the pool costs no time
+    # at start and no memory before it is used. torch writes all of it.
+    raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+    return raw.view(dtype).view(shape)
 
 
 def block_bytes(shard: Shard, block_size: int, dtype: torch.dtype) -> int:
