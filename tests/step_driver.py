@@ -261,7 +261,7 @@ def save_model(folder: Path, architecture: str, **changes: object) -> Any:
     }
     kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
     config = kind(**{**settings, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model = model.float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
