@@ -1,5 +1,8 @@
 """Cuts and joins Logprobs columns; the values themselves are never looked at."""
 
+from bisect import bisect_left
+from itertools import pairwise
+
 from nvserve.protocol.messages import Logprobs
 
 
@@ -42,10 +45,18 @@ def join(left: Logprobs | None, right: Logprobs | None, *, shift: int = 0) -> Lo
 
 
 def between(logprobs: Logprobs, start: int, end: int) -> Logprobs | None:
-    """The rows from position `start` up to `end`; None when there is none."""
-    kept: Logprobs | None = None
-    for row, piece in split(logprobs).items():
-        if start <= row < end:
-            kept = join(kept, piece, shift=row)
-            start = row + 1  # rows ascend; a doubled or unsorted one is dropped
-    return kept
+    """The rows from position `start` up to `end`; None without any, or when they do not ascend."""
+    rows = logprobs.rows
+    first, last = bisect_left(rows, start), bisect_left(rows, end)
+    is_ascending = all(left < right for left, right in pairwise(rows))
+    if first >= last or not is_ascending:
+        return None
+    first_top = sum(logprobs.num_tops[:first])
+    tops = slice(4 * first_top, 4 * (first_top + sum(logprobs.num_tops[first:last])))
+    return Logprobs(
+        rows=rows[first:last],
+        chosen=logprobs.chosen[4 * first : 4 * last],
+        num_tops=logprobs.num_tops[first:last],
+        top_ids=logprobs.top_ids[tops],
+        top_values=logprobs.top_values[tops],
+    )

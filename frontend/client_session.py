@@ -44,6 +44,7 @@ class Piece(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # scores of the prompt, continued
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ class Result(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +70,7 @@ class Request:
     output: "array[int]" = field(default_factory=lambda: array("i"))
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     pieces: deque[Piece] = field(default_factory=deque)  # not taken by the caller yet
     num_submits: int = 1
     finished: Finished | None = None
@@ -91,6 +94,7 @@ class Request:
             num_output_tokens=self.finished.num_output_tokens,
             num_cached_tokens=self.finished.num_cached_tokens,
             logprobs=self.logprobs or None,
+            prompt_logprobs=self.prompt_logprobs or None,
         )
 
 
@@ -169,7 +173,11 @@ def _take_emit(request: Request, emit: Emit) -> None:
     request.output.extend(tokens)
     request.texts.append(emit.text)
     request.logprobs.extend(emit.logprobs or ())
-    request.pieces.append(Piece(emit.text, tokens, emit.logprobs))
+    # A server that starts the request anew sends its scores from the beginning.
+    num_known = len(request.prompt_logprobs) + 1 - emit.prompt_first
+    scores = (emit.prompt_logprobs or [])[max(0, num_known) :]
+    request.prompt_logprobs += scores
+    request.pieces.append(Piece(emit.text, tokens, emit.logprobs, scores or None))
 
 
 def _continued(request: Request) -> Submit:

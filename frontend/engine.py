@@ -71,10 +71,14 @@ class Listener(Protocol):
 
 
 class EmitExtras(msgspec.Struct, frozen=True):
-    """Logprobs of an emit; rows index its ids, of which the first `num_skipped` are not new."""
+    """Logprobs of an emit; rows index its ids, of which the first `num_skipped` are not new.
+
+    Rows of `prompt_logprobs` are positions in the prompt.
+    """
 
     num_skipped: int
-    logprobs: Logprobs
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Engine:
@@ -328,7 +332,8 @@ class Engine:
     def _hand_out(self, message: Emits, row: int, tokens: Sequence[int], num_skipped: int) -> None:
         request_id, finish = message.request_ids[row], message.finishes[row]
         logprobs = message.logprobs[row] if message.logprobs else None
-        extras = None if logprobs is None else EmitExtras(num_skipped, logprobs)
+        scores = message.prompt_logprobs[row] if message.prompt_logprobs else None
+        extras = EmitExtras(num_skipped, logprobs, scores) if logprobs or scores else None
         listener = self._listeners[request_id]
         if finish:
             del self._listeners[request_id]

@@ -6,7 +6,6 @@ step's fan-out; there is no task per token. Knows nothing of HTTP, SSE or ZMQ.
 """
 
 import asyncio
-import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,8 +18,9 @@ from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
 from nvserve.frontend.stop_strings import StopMatcher
+from nvserve.frontend.token_logprobs import PromptScores, output_entries
 from nvserve.protocol.client_messages import TokenLogprob
-from nvserve.protocol.messages import FinishReason, Logprobs, unpack_ids
+from nvserve.protocol.messages import FinishReason
 from nvserve.protocol.sampling import SamplingParams
 
 ACCEPT_LIMIT_S: Final = 300.0  # for core's answer, loading and recoveries included
@@ -35,10 +35,15 @@ class Delta(msgspec.Struct, gc=False):
     token_ids: Sequence[int]
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
+    prompt_logprobs: list[TokenLogprob] | None = None  # scores that became known, in order
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One client request, checked: what to submit and how to put it out."""
+    """One client request, checked: what to submit and how to put it out.
+
+    `is_score_only`: the client wants no output, only scores of its prompt. One token is sampled
+    behind it all the same, and never shown.
+    """
 
     prompts: list[list[int]]
     sampling: list[SamplingParams]  # by prompt, as their room for output differs
@@ -47,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     seed: int | None = None
     priority: int = 0
     salt: str = ""
+    is_score_only: bool = False
 
 
 Sink = Callable[["Choice", Delta], None]
@@ -66,6 +72,7 @@ class Choice:
         "finish_reason",
         "index",
         "num_prompt_tokens",
+        "scores",
         "seed",
     )
 
@@ -87,6 +94,7 @@ class Choice:
         self.seed = 0
         self.entry: Entry | None = None
         self.finish_reason: str | None = None
+        self.scores: Final = PromptScores(prompt) if sampling.prompt_logprobs >= 0 else None
         vocabulary = generation.vocabulary
         self.detokenizer: Final = vocabulary.detokenizer(
             prompt,
@@ -98,6 +106,16 @@ class Choice:
     def num_output_tokens(self) -> int:
         """Tokens put out; behind a stop string there are none."""
         return self._tokens_out
+
+    @property
+    def num_scored(self) -> int:
+        """Scores of the prompt so far; they begin at its second token."""
+        return 0 if self.scores is None else len(self.scores.entries)
+
+    @property
+    def _no_logprobs(self) -> list[TokenLogprob] | None:
+        """What a delta without tokens carries."""
+        return [] if self._generation.needs_logprobs else None
 
     # -- the engine's calls ----------------------------------------------------------------------
 
@@ -117,11 +135,22 @@ class Choice:
             self._generation.fail(_failure_of(finish))
             return
         self.cached = cached
+        scores = None
+        if emit is not None and emit.prompt_logprobs is not None and self.scores is not None:
+            scores = self.scores.take(emit.prompt_logprobs)
+        if self._generation.plan.is_score_only:
+            reason = "length" if finish else None
+            self._generation.put_out(self, Delta("", [], self._no_logprobs, reason, scores))
+            return
         text, num_used, is_stopped = self.advance(tokens, finish)
         if num_used < len(tokens):
             tokens = tokens[:num_used]
-        logprobs = self._generation.needs_logprobs
-        delta = Delta(text, tokens, _token_logprobs(tokens, emit) if logprobs else None, None)
+        logprobs = self._no_logprobs
+        if tokens and logprobs is not None:
+            assert emit is not None, "core sends the logprobs that were asked for"
+            assert emit.logprobs is not None, "core sends the logprobs that were asked for"
+            logprobs = output_entries(emit.logprobs, tokens, num_skipped=emit.num_skipped)
+        delta = Delta(text, tokens, logprobs, None, scores)
         if is_stopped:
             delta.finish_reason = "stop"
             if not finish and self.entry is not None:
@@ -308,26 +337,3 @@ def _failure_of(finish: FinishReason) -> ApiError:
             return ApiError(500, "this request crashes the engine", code="engine_fault")
         case _:
             return ApiError(503, "the server aborted the request", code="aborted")
-
-
-def _token_logprobs(tokens: Sequence[int], emit: EmitExtras | None) -> list[TokenLogprob]:
-    """One entry per new token. Rows that are not new were put out before."""
-    if not tokens:
-        return []
-    assert emit is not None, "core sends the logprobs that were asked for"
-    logprobs = emit.logprobs
-    return [
-        _token_logprob(logprobs, logprobs.rows.index(emit.num_skipped + index), token_id)
-        for index, token_id in enumerate(tokens)
-    ]
-
-
-def _token_logprob(logprobs: Logprobs, row: int, token_id: int) -> TokenLogprob:
-    start = sum(logprobs.num_tops[:row])
-    end = start + logprobs.num_tops[row]
-    return TokenLogprob(
-        token_id=token_id,
-        logprob=struct.unpack_from("<f", logprobs.chosen, 4 * row)[0],
-        top_ids=unpack_ids(logprobs.top_ids[4 * start : 4 * end]),
-        top_logprobs=list(struct.unpack_from(f"<{end - start}f", logprobs.top_values, 4 * start)),
-    )

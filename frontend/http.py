@@ -143,6 +143,7 @@ class _Api:
             is_chat=is_chat,
             has_token_ids=bool(body.return_token_ids),
             has_usage=bool(options and options.include_usage),
+            has_prompt_logprobs=body.prompt_logprobs is not None,
         )
         generation = self._service.generation(plan)
         with self._service.working():
@@ -169,16 +170,28 @@ class _Api:
     ) -> None:
         stream = exchange.event_stream(generation.abort)
         chunks = Chunks(shape, generation.vocabulary)
-        for choice in generation.choices:
+        unopened: set[int] = set()  # choices that wait for the scores of their echo
+
+        def open_choice(choice: Choice) -> None:
             prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
             text = echoed[choice.index] if echoed else ""
             _write(stream, chunks.opening(choice, text, prompt))
 
         def sink(choice: Choice, delta: Delta) -> None:
+            if choice.index in unopened:
+                if not delta.token_ids and delta.finish_reason is None:
+                    return
+                unopened.remove(choice.index)
+                open_choice(choice)
             chunk = chunks.delta(choice, delta)
             if chunk:
                 stream.write(chunk)
 
+        for choice in generation.choices:
+            if choice.scores is None:
+                open_choice(choice)
+            else:
+                unopened.add(choice.index)
         self._service.start(generation, sink)
         await generation.accepted()
         exchange.is_started = True

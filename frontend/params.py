@@ -87,6 +87,7 @@ def resolve_sampling(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """All parameters with their defaults, or a 400 for the first one out of range."""
     defaults = limits.sampling_defaults
@@ -106,7 +107,8 @@ def resolve_sampling(
         min_tokens=fields.min_tokens or 0,
         ignore_eos=bool(fields.ignore_eos),
         stop_token_ids=fields.stop_token_ids or [],
-        logprobs=_logprobs(logprobs),
+        logprobs=_logprobs(logprobs, "logprobs"),
+        prompt_logprobs=_logprobs(prompt_logprobs, "prompt_logprobs"),
         logit_bias=_logit_bias(fields.logit_bias or {}),
         allowed_token_ids=_allowed(fields.allowed_token_ids),
         bad_words=_bad_words(fields.bad_words or [], tokenizer),
@@ -175,11 +177,11 @@ def _top_k(asked: int | None, defaults: Mapping[str, float]) -> int:
     return asked
 
 
-def _logprobs(asked: int | None) -> int:
+def _logprobs(asked: int | None, param: str) -> int:
     if asked is None:
         return -1
     if asked < 0:
-        raise invalid("logprobs", "must not be negative")
+        raise invalid(param, "must not be negative")
     return asked
 
 

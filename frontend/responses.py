@@ -31,10 +31,16 @@ class Shape(msgspec.Struct, frozen=True):
     is_chat: bool
     has_token_ids: bool = False
     has_usage: bool = False  # chunks carry a usage field, null but in the last
+    has_prompt_logprobs: bool = False  # as a field of their own, beside an echo's
 
     @staticmethod
     def new(
-        *, model: str, is_chat: bool, has_token_ids: bool = False, has_usage: bool = False
+        *,
+        model: str,
+        is_chat: bool,
+        has_token_ids: bool = False,
+        has_usage: bool = False,
+        has_prompt_logprobs: bool = False,
     ) -> "Shape":
         """The shape of one response, with an id of its own."""
         prefix = "chatcmpl-" if is_chat else "cmpl-"
@@ -45,6 +51,7 @@ class Shape(msgspec.Struct, frozen=True):
             is_chat=is_chat,
             has_token_ids=has_token_ids,
             has_usage=has_usage,
+            has_prompt_logprobs=has_prompt_logprobs,
         )
 
     def head(self, kind: str) -> Document:
@@ -76,7 +83,10 @@ class Chunks:
         )
 
     def opening(self, choice: Choice, echoed: str, prompt_ids: Sequence[int]) -> bytes:
-        """The first event of a choice: the role, or the echoed prompt; empty when there is none."""
+        """The first event of a choice: the role, or the echoed prompt; empty when there is none.
+
+        The logprobs of an echo are those the choice has by now.
+        """
         shape = self._shape
         if not (shape.is_chat or echoed or shape.has_token_ids):
             return b""
@@ -85,10 +95,15 @@ class Chunks:
         )
         if shape.has_token_ids:
             body |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
-        return self._event(choice, body, None, None)
+        logprobs = None
+        if echoed and choice.scores is not None:
+            logprobs = self._logprobs.prompt_columns(choice, prompt_ids)
+        return self._event(choice, body, logprobs, None)
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
         """The event of one delta; empty when it has nothing to say."""
+        if not (delta.text or delta.token_ids or delta.finish_reason):
+            return b""
         if delta.logprobs is None and delta.finish_reason is None and self._is_plain:
             if not delta.text:
                 return b""
@@ -166,15 +181,24 @@ def whole_response(
             if shape.is_chat
             else {"text": text}
         )
-        logprobs = None if joined.logprobs is None else form.form(choice, joined.logprobs)
+        prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
+        logprobs = None
+        if joined.logprobs is not None:
+            before = form.prompt_columns(choice, prompt) if echoed else {}
+            after = form.form(choice, joined.logprobs)
+            logprobs = {name: before.get(name, []) + column for name, column in after.items()}
         content |= {"logprobs": logprobs, "finish_reason": joined.finish_reason}
         if shape.has_token_ids:
-            number = choice.index // generation.plan.num_choices
             content["token_ids"] = joined.token_ids
-            content["prompt_token_ids"] = generation.plan.prompts[number]
+            content["prompt_token_ids"] = prompt
+        if shape.has_prompt_logprobs and not shape.is_chat:
+            content["prompt_logprobs"] = form.prompt_dicts(choice)
         choices.append(content)
     kind = "chat.completion" if shape.is_chat else "text_completion"
-    return _encode({**shape.head(kind), "choices": choices, "usage": usage_of(generation)})
+    document = {**shape.head(kind), "choices": choices, "usage": usage_of(generation)}
+    if shape.has_prompt_logprobs and shape.is_chat:  # one prompt, whatever n is
+        document["prompt_logprobs"] = form.prompt_dicts(generation.choices[0])
+    return _encode(document)
 
 
 def usage_of(generation: Generation) -> Document:
@@ -207,6 +231,35 @@ class LogprobForm:
             return {"content": [self._chat_entry(entry) for entry in logprobs]}
         return self._columns(choice, logprobs)
 
+    def prompt_columns(self, choice: Choice, prompt: Sequence[int]) -> Document:
+        """The columns of an echoed prompt, whose first token has nothing before it."""
+        assert choice.scores is not None, "an echo with logprobs has scores"
+        columns = self._columns(choice, choice.scores.entries, first_token=prompt[0])
+        columns["token_logprobs"].insert(0, None)
+        columns["top_logprobs"].insert(0, None)
+        return columns
+
+    def prompt_dicts(self, choice: Choice) -> list[Document | None]:
+        """By prompt token, its own logprob and the best ones, by token id; null for the first."""
+        assert choice.scores is not None, "only for requests with prompt_logprobs"
+        return [None, *map(self._by_id, choice.scores.entries)]
+
+    def _by_id(self, entry: TokenLogprob) -> Document:
+        named: Document = {}
+        for rank, (token_id, logprob) in enumerate(
+            zip(entry.top_ids, entry.top_logprobs, strict=True), 1
+        ):
+            named[str(token_id)] = self._ranked(token_id, logprob, rank)
+        named.setdefault(str(entry.token_id), self._ranked(entry.token_id, entry.logprob, None))
+        return named
+
+    def _ranked(self, token_id: int, logprob: float, rank: int | None) -> Document:
+        return {
+            "logprob": max(logprob, MIN_LOGPROB),
+            "rank": rank,  # null: behind those that were asked for
+            "decoded_token": self._text(token_id),
+        }
+
     def _chat_entry(self, entry: TokenLogprob) -> Document:
         tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
         return {
@@ -222,12 +275,18 @@ class LogprobForm:
             "bytes": list(piece),
         }
 
-    def _columns(self, choice: Choice, logprobs: Iterable[TokenLogprob]) -> Document:
+    def _columns(
+        self, choice: Choice, logprobs: Iterable[TokenLogprob], first_token: int | None = None
+    ) -> Document:
         tokens: list[str] = []
-        values: list[float] = []
+        values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         offset = self._offsets.get(choice.index, 0)
+        if first_token is not None:
+            tokens.append(self._text(first_token))
+            offsets.append(offset)
+            offset += len(tokens[0])
         for entry in logprobs:
             token = self._text(entry.token_id)
             tokens.append(token)
@@ -246,8 +305,9 @@ class LogprobForm:
     def _top_dict(self, entry: TokenLogprob) -> dict[str, float] | None:
         if not entry.top_ids:
             return None
-        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        named = {self._text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in tops}
+        named: dict[str, float] = {}
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            named.setdefault(self._text(token_id), max(logprob, MIN_LOGPROB))  # best one first
         named.setdefault(self._text(entry.token_id), max(entry.logprob, MIN_LOGPROB))
         return named
 

@@ -43,6 +43,7 @@ class Body(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -156,6 +157,8 @@ def check_body(body: Body) -> None:
         raise invalid("n", f"must be from 1 to {MAX_N}, not {_shown(body.n)}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only allowed with stream")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "is not available with stream", "unsupported_parameter")
     if body.response_format is not None and body.response_format.type != "text":
         raise _unsupported("response_format")
 
@@ -167,8 +170,6 @@ def check_completion(body: CompletionBody) -> None:
         raise _unsupported("best_of")
     if body.suffix:
         raise _unsupported("suffix")
-    if body.echo and body.logprobs is not None:
-        raise invalid("logprobs", "with echo is not supported", "unsupported_parameter")
 
 
 def check_chat(body: ChatBody) -> None:

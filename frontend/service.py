@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import msgspec
+
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
@@ -136,6 +138,8 @@ class Service:
             default=COMPLETION_TOKENS,
             num_choices=num_choices,
             logprobs=body.logprobs,
+            # An echo with logprobs shows those of the prompt as well.
+            prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
         )
 
     async def plan_chat(self, body: ChatBody) -> Plan:
@@ -157,6 +161,7 @@ class Service:
                 default=None,
                 num_choices=body.n or 1,
                 logprobs=logprobs,
+                prompt_logprobs=body.prompt_logprobs,
                 max_tokens=asked,
                 names=("messages", param),
             )
@@ -166,7 +171,11 @@ class Service:
             raise
 
     async def plan_client(
-        self, fields: SamplingFields, prompt: str | list[int], logprobs: int | None
+        self,
+        fields: SamplingFields,
+        prompt: str | list[int],
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> Plan:
         """What a submit over ZMQ asks for."""
         if not prompt:
@@ -176,7 +185,12 @@ class Service:
         else:
             prompts = [prompt]
         return self._plan(
-            fields, prompts, default=COMPLETION_TOKENS, num_choices=1, logprobs=logprobs
+            fields,
+            prompts,
+            default=COMPLETION_TOKENS,
+            num_choices=1,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     async def _encoded(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
@@ -193,6 +207,7 @@ class Service:
         default: int | None,
         num_choices: int,
         logprobs: int | None,
+        prompt_logprobs: int | None,
         max_tokens: int | None = None,
         names: tuple[str, str] = ("prompt", "max_tokens"),
     ) -> Plan:
@@ -206,9 +221,17 @@ class Service:
             )
             if room not in by_max_tokens:
                 by_max_tokens[room] = resolve_sampling(
-                    fields, self.limits, self.tokenizer.fast, max_tokens=room, logprobs=logprobs
+                    fields,
+                    self.limits,
+                    self.tokenizer.fast,
+                    max_tokens=room,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
                 )
             sampling.append(by_max_tokens[room])
+        is_score_only = asked == 0 and prompt_logprobs is not None
+        if is_score_only:  # scores come with a prefill, and a prefill ends with a token
+            sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
         return Plan(
             prompts=prompts,
             sampling=sampling,
@@ -217,6 +240,7 @@ class Service:
             seed=resolve_seed(fields.seed),
             priority=resolve_priority(fields.priority),
             salt=resolve_salt(fields.cache_salt),
+            is_score_only=is_score_only,
         )
 
     # -- running ---------------------------------------------------------------------------------
@@ -231,3 +255,8 @@ class Service:
         generation.start(sink, emitted)
         self._open.add(generation)
         generation.on_over(self._open.discard)
+
+
+def _most(*counts: int | None) -> int | None:
+    """The largest count that was given."""
+    return max((count for count in counts if count is not None), default=None)

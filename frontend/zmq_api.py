@@ -200,8 +200,9 @@ class Door:
     async def _generate(self, connection: Connection, request: Request) -> ToClient:
         submit = request.submit
         self._service.check_open()
+        params = submit.params
         plan = await self._service.plan_client(
-            submit.params, prompt_of(submit), submit.params.logprobs
+            params, prompt_of(submit), params.logprobs, params.prompt_logprobs
         )
         emitted = ids_of(submit.emitted, "emitted")
         check_ids(emitted, self._service.limits, "emitted")
@@ -213,7 +214,7 @@ class Door:
         request.generation = generation
 
         def sink(choice: Choice, delta: Delta) -> None:
-            self._emit(connection, request, delta)
+            self._emit(connection, request, choice, delta)
 
         self._service.start(generation, sink, emitted)
         await generation.accepted()
@@ -232,8 +233,9 @@ class Door:
             num_cached_tokens=choice.cached,
         )
 
-    def _emit(self, connection: Connection, request: Request, delta: Delta) -> None:
-        if not delta.token_ids and not delta.text:
+    def _emit(self, connection: Connection, request: Request, choice: Choice, delta: Delta) -> None:
+        scores = delta.prompt_logprobs
+        if not (delta.token_ids or delta.text or scores):
             return
         emit = Emit(
             id=request.submit.id,
@@ -241,6 +243,8 @@ class Door:
             tokens=array("i", delta.token_ids).tobytes(),
             text=delta.text,
             logprobs=delta.logprobs,
+            prompt_first=choice.num_scored - len(scores) + 1 if scores else 0,
+            prompt_logprobs=scores,
         )
         request.num_sent += len(delta.token_ids)
         if request.early is not None:

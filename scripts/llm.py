@@ -64,6 +64,7 @@ class Generated:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    prompt_logprobs: list[TokenLogprob] | None = None  # of its tokens from the second one on
 
 
 class LLM:
@@ -289,4 +290,5 @@ def _generated(prompt: Prompt, ids: list[int], requests: Sequence[Request]) -> G
             for index, result in enumerate(results)
         ],
         num_cached_tokens=results[0].num_cached_tokens,
+        prompt_logprobs=results[0].prompt_logprobs,
     )

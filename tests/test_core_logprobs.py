@@ -40,6 +40,8 @@ def test_positions_already_sent_are_left_out() -> None:
     rest = logprobs.between(make_rows([3, 4, 5, 6], [1, 1, 1, 1]), 4, 6)
     assert rest == make_rows([4, 5], [1, 1])
     assert logprobs.between(make_rows([3], [1]), 4, 9) is None
+    assert logprobs.between(make_rows([4, 4], [1, 1]), 4, 9) is None
+    assert logprobs.between(make_rows([3, 4, 5], [2, 0, 3]), 4, 9) == make_rows([4, 5], [0, 3])
 
 
 def commit(world: World, output: ModelOutput) -> Emits:

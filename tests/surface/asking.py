@@ -1,0 +1,88 @@
+"""Plain HTTP requests to a real server, and the proof that one left no trace."""
+
+import http.client
+import json
+import urllib.request
+from typing import Any
+
+from process.server import Server, wait_for
+
+PLAIN = {"prompt": "The king", "max_tokens": 6, "temperature": 0}
+LIMIT_S = 60.0
+ZMQ_LINE = r"ZMQ clients: (\S+)"
+
+
+class Asker:
+    """A running server. `alive` compares with how it was when first asked."""
+
+    def __init__(self, server: Server, url: str) -> None:
+        self.server = server
+        self.url = url
+        self.port = int(url.rsplit(":", 1)[1])
+        self.pids = server.pids()
+        self.plain = self.complete(**PLAIN)["choices"][0]["text"]
+        self.num_blocks = self.metrics()["nvserve:num_kv_blocks"]
+
+    @property
+    def zmq_endpoint(self) -> str:
+        return self.server.wait_text(ZMQ_LINE).group(1)
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, raw, {"content-type": "application/json"} | headers)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        try:
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def complete(self, **body: Any) -> Any:
+        return self._ask("/v1/completions", body)
+
+    def chat(self, content: str, **body: Any) -> Any:
+        messages = [{"role": "user", "content": content}]
+        return self._ask("/v1/chat/completions", {"messages": messages, **body})
+
+    def _ask(self, path: str, body: Any) -> Any:
+        status, answer = self.post(path, body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def refusal(self, path: str, body: Any) -> dict[str, Any]:
+        """The error document of a 400."""
+        status, answer = self.post(path, body)
+        assert status == 400, (status, answer)
+        error: dict[str, Any] = json.loads(answer)["error"]
+        return error
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The documents of a stream, which must end as one should."""
+        status, answer = self.post(path, {**body, "stream": True})
+        assert status == 200, answer
+        lines = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics by name and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S) as response:
+            lines = response.read().decode().splitlines()
+        samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, value in samples}
+
+    def check_alive(self) -> None:
+        """The same processes give the same answer, and every block is free again."""
+        assert self.complete(**PLAIN)["choices"][0]["text"] == self.plain
+        assert self.server.pids() == self.pids
+        assert self.request("GET", "/health")[0] == 200
+        wait_for(
+            "blocks back",
+            lambda: self.metrics()["nvserve:num_free_kv_blocks"] == self.num_blocks,
+            5.0,
+        )
