@@ -77,7 +77,7 @@ def test_vocabulary_shards_cover_every_id_once(vocab_size: int, size: int) -> No
 @pytest.mark.parametrize(
     ("architecture", "num_kv_heads", "vocab_size", "size"),
     [
-        ("LlamaForCausalLM", 1, 96, 2),  # one KV head on two ranks
+        ("LlamaForCausalLM", 1, 96, 2),  # one KV head on two ranks, and every bias
         ("Qwen2ForCausalLM", 2, 98, 4),  # replicated with biases, padded vocabulary
         ("Qwen3ForCausalLM", 4, 5, 4),  # a rank of padding only
     ],
@@ -86,6 +86,8 @@ def test_ranks_generate_what_transformers_does(
     tmp_path: Path, architecture: str, num_kv_heads: int, vocab_size: int, size: int
 ) -> None:
     changes: dict[str, object] = {"num_key_value_heads": num_kv_heads, "vocab_size": vocab_size}
+    if architecture == "LlamaForCausalLM":
+        changes |= {"attention_bias": True, "mlp_bias": True}
     if architecture == "Qwen3ForCausalLM":
         changes["head_dim"] = 16
     model = save_model(tmp_path / "model", architecture, **changes)

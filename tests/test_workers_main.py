@@ -1,6 +1,7 @@
 """The worker process: its place in an epoch, its answers to core, and how it takes faults."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,23 +223,23 @@ def ready_worker(launch: Launch, epoch: int = 0) -> tuple[Worker, Core]:
     return worker, launch.core(epoch)
 
 
-def test_a_cpu_worker_joins_serves_and_serves_again_in_the_next_epoch(
-    cpu: Launch, model: Path
-) -> None:
-    reference = greedy_reference(save_model(model, "LlamaForCausalLM"), PROMPT, 7)
-    worker, core = ready_worker(cpu)
-    assert core.hellos == [Hello(0, 0)]
-    assert generate(core, 0, 7) == reference
-    assert {p.phase for p in worker.progress} >= {"import", "weights", "warm-up"}
-    worker.join(1)
-    ready = worker.expect(EpochReady)
-    assert (ready.epoch, ready.num_kv_blocks, ready.attention_backend) == (1, NUM_BLOCKS, "torch")
-    assert ready.phases["weights"] < 0.1  # kept
-    again = cpu.core(1)
-    assert again.hellos == [Hello(1, 0)]
-    assert generate(again, 1, 7) == reference
-    worker.tell(Exit())
-    assert worker.process.wait(timeout=5) == 0
+def test_a_cpu_worker_keeps_its_weights_for_the_next_epoch(tmp_path: Path) -> None:
+    reference = greedy_reference(save_model(tmp_path / "m", "LlamaForCausalLM"), PROMPT, 7)
+    with launching(make_config(tmp_path / "m")) as launch:
+        worker, core = ready_worker(launch)
+        assert core.hellos == [Hello(0, 0)]
+        assert generate(core, 0, 7) == reference
+        assert {p.phase for p in worker.progress} >= {"import", "weights", "warm-up"}
+        shutil.rmtree(tmp_path / "m")
+        worker.join(1)
+        ready = worker.expect(EpochReady)
+        assert (ready.epoch, ready.num_kv_blocks) == (1, NUM_BLOCKS)
+        assert ready.attention_backend == "torch"
+        again = launch.core(1)
+        assert again.hellos == [Hello(1, 0)]
+        assert generate(again, 1, 7) == reference
+        worker.tell(Exit())
+        assert worker.process.wait(timeout=5) == 0
 
 
 def test_a_gap_changes_nothing_and_ends_the_epoch(sim: Launch) -> None:
