@@ -17,22 +17,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 40
-WORDS = [
-    "king",
-    "queen",
-    "lord",
-    "love",
-    "death",
-    "night",
-    "crown",
-    "sword",
-    "blood",
-    "heaven",
-    "sea",
-    "mother",
-    "brother",
-    "fool",
-]
+WORDS = "king queen lord love death night crown sword heaven mother brother fool"
 
 
 @pytest.fixture(scope="module")
