@@ -8,11 +8,12 @@ import math
 from array import array
 from typing import Final
 
+from nvserve.core.constraint import Constraint, Matcher
 from nvserve.core.errors import RequestRefused
 from nvserve.core.limits import Limits
 from nvserve.core.request import Request
 from nvserve.protocol.messages import RefusalKind, Submit
-from nvserve.protocol.sampling import BadParameter, check_sampling
+from nvserve.protocol.sampling import BadParameter, SamplingParams, check_sampling
 
 RETRY_AFTER_S: Final = 1.0  # told to a client refused for load
 
@@ -22,18 +23,25 @@ class Admission:
 
     def __init__(self, limits: Limits) -> None:
         self._limits: Final = limits
-        self.held: Final[dict[int, Submit]] = {}  # unanswered until the size of the pool is known
+        # Unanswered until the size of the pool is known; with their compiled grammars.
+        self.held: Final[dict[int, tuple[Submit, Matcher | None]]] = {}
 
     def take(
-        self, submit: Submit, *, num_waiting: int, num_running: int, num_usable_blocks: int | None
+        self,
+        submit: Submit,
+        matcher: Matcher | None = None,
+        *,
+        num_waiting: int,
+        num_running: int,
+        num_usable_blocks: int | None,
     ) -> Request | None:
         """The request of a submit, None when it is held; RequestRefused names field and numbers."""
         if not submit.is_replay:
             self._check_load(num_waiting + len(self.held), num_running)
         if num_usable_blocks is None:
-            self.held[submit.request_id] = submit
+            self.held[submit.request_id] = (submit, matcher)
             return None
-        return self._make_request(submit, num_usable_blocks)
+        return self._make_request(submit, matcher, num_usable_blocks)
 
     def _check_load(self, num_waiting: int, num_running: int) -> None:
         """Refuse when more would wait than the limit and the free slots allow."""
@@ -47,8 +55,10 @@ class Admission:
                 RETRY_AFTER_S,
             )
 
-    def _make_request(self, submit: Submit, num_usable_blocks: int) -> Request:
-        self._check_ranges(submit)
+    def _make_request(
+        self, submit: Submit, matcher: Matcher | None, num_usable_blocks: int
+    ) -> Request:
+        self._check_ranges(submit, matcher)
         prompt = self._ids("prompt", submit.prompt)
         emitted = self._ids("emitted", submit.emitted)
         sampling = submit.sampling
@@ -76,23 +86,31 @@ class Admission:
             salt=submit.salt,
             strikes=submit.strikes,
             num_scored=len(prompt) if emitted else 0,  # a replay's scores were sent long ago
+            constraint=self._constraint(sampling, matcher),
         )
         self._check_size(request, num_usable_blocks)
+        if request.constraint is not None:
+            for token_id in emitted:
+                request.constraint.advance(token_id)
         return request
 
-    def _check_ranges(self, submit: Submit) -> None:
+    def _constraint(self, sampling: SamplingParams, matcher: Matcher | None) -> Constraint | None:
+        words = [word for word in sampling.bad_words if len(word) > 1]
+        if not words and matcher is None:
+            return None
+        return Constraint(self._limits.vocab_size, words, matcher)
+
+    def _check_ranges(self, submit: Submit, matcher: Matcher | None) -> None:
         try:
             check_sampling(submit.sampling, self._limits.vocab_size)
         except BadParameter as error:
             raise RequestRefused(error.param, str(error)) from error
-        if submit.sampling.grammar:
-            raise RequestRefused("grammar", "grammar: structured output is not supported")
-        if any(len(word) > 1 for word in submit.sampling.bad_words):
-            raise RequestRefused("bad_words", "bad_words: words of several tokens are unsupported")
         if submit.sampling.prompt_logprobs >= 0 and submit.sampling.max_tokens == 0:
             raise RequestRefused(
                 "max_tokens", "max_tokens must be at least 1 with prompt_logprobs, not 0"
             )
+        if submit.sampling.grammar and matcher is None:
+            raise RequestRefused("grammar", "grammar: was not compiled")
         for param, seconds in (("arrival", submit.arrival), ("deadline", submit.deadline)):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise RequestRefused(param, f"{param} must be a time, not {seconds}")

@@ -36,7 +36,10 @@ class Emission:
             requests.append(request)
             kept.append(token_id)
             tokens.append(token_id)
-            if token_id in request.stop_ids or len(tokens) >= request.max_total:
+            if request.constraint is not None:
+                request.constraint.advance(token_id)
+                self._finish_row(request)
+            elif token_id in request.stop_ids or len(tokens) >= request.max_total:
                 self._finish_row(request)
             if row in pieces:
                 self.logprobs[len(requests) - 1] = pieces[row]

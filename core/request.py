@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Final
 
+from nvserve.core.constraint import Constraint
 from nvserve.protocol.messages import FinishReason
 from nvserve.protocol.sampling import SamplingParams
 
@@ -51,6 +52,7 @@ class Request:
     deadline: float = 0.0
     salt: str = ""
     strikes: int = 0
+    constraint: Constraint | None = None
     order: tuple[int, float, int] = field(init=False)  # smaller goes first, larger yields first
     must_wait: bool = field(init=False)  # its next step needs its last token on the host
     needs_full_tail: bool = field(init=False)  # of the two captured sampling tails
@@ -75,9 +77,7 @@ class Request:
     def __post_init__(self) -> None:
         self.order = (self.priority, self.arrival, self.request_id)
         self.needs_full_tail = self.sampling.needs_full_tail
-        self.must_wait = bool(self.sampling.grammar) or any(
-            len(word) > 1 for word in self.sampling.bad_words
-        )
+        self.must_wait = self.constraint is not None
 
     @property
     def num_output(self) -> int:
@@ -109,6 +109,9 @@ class Request:
             and self.tokens[-1] in self.stop_ids
         ):
             return FinishReason.STOP
+        matcher = self.constraint.matcher if self.constraint is not None else None
+        if matcher is not None and matcher.is_over:
+            return FinishReason.ENGINE_FAULT if matcher.error else FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_total else FinishReason.NONE
 
     def move_to(self, phase: Phase) -> None:

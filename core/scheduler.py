@@ -8,6 +8,7 @@ from typing import Final
 from nvserve.core.admission import Admission
 from nvserve.core.batch import Batch
 from nvserve.core.block_tables import BlockTables
+from nvserve.core.constraint import Matcher
 from nvserve.core.deadlines import Deadlines
 from nvserve.core.emission import Emission
 from nvserve.core.errors import EpochFault, RequestRefused
@@ -16,6 +17,7 @@ from nvserve.core.metrics import Counters
 from nvserve.core.prefix_cache import BlockHasher
 from nvserve.core.replies import Replies
 from nvserve.core.request import Phase, Request
+from nvserve.core.step_delta import step_masks
 from nvserve.core.step_ledger import MAX_IN_FLIGHT, Report, Step, StepLedger
 from nvserve.core.suspects import Suspects
 from nvserve.core.waiting_queue import WaitingQueue
@@ -50,25 +52,40 @@ class Scheduler:
 
     # -- requests in -----------------------------------------------------------------------------
 
-    def submit(self, message: Submit) -> None:
-        """Accept or refuse a request; a replay is never refused for load."""
-        if message.request_id in self.requests or message.request_id in self._admission.held:
+    def submit(
+        self, message: Submit, matcher: Matcher | None = None, *, num_compiling: int = 0
+    ) -> None:
+        """Accept or refuse a request; a replay is never refused for load.
+
+        `matcher` is its compiled grammar, `num_compiling` the number of requests before this gate.
+        """
+        if self.holds(message.request_id):
             self.counters.dropped += 1
             return
         batch = self.batch
         try:
             request = self._admission.take(
                 message,
-                num_waiting=len(self.waiting),
+                matcher,
+                num_waiting=len(self.waiting) + num_compiling,
                 num_running=len(batch) if batch is not None else 0,
                 num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
             )
         except RequestRefused as refusal:
-            self._refuse(message, refusal)
+            self.refuse(message, refusal)
             return
         if request is not None:
             self.counters.recovered += message.is_replay
             self._accept(request)
+
+    def holds(self, request_id: int) -> bool:
+        """Is this request accepted and unfinished, or about to be?"""
+        return request_id in self.requests or request_id in self._admission.held
+
+    def refuse(self, message: Submit, refusal: RequestRefused) -> None:
+        """Answer a submit that is not taken."""
+        self.counters.refused += 1
+        self._replies.refuse(message, refusal)
 
     def end(self, request_ids: list[int], reason: FinishReason) -> None:
         """Finish requests from outside; unknown ids are counted."""
@@ -76,8 +93,8 @@ class Scheduler:
             if request_id in self.requests:
                 self._end(self.requests[request_id], reason)
             elif request_id in self._admission.held:
-                submit = self._admission.held.pop(request_id)
-                self._refuse(submit, RequestRefused("", "aborted", RefusalKind.DRAINING))
+                submit, _ = self._admission.held.pop(request_id)
+                self.refuse(submit, RequestRefused("", "aborted", RefusalKind.DRAINING))
             else:  # it finished meanwhile: a benign race
                 self.counters.dropped += 1
 
@@ -93,10 +110,6 @@ class Scheduler:
         for request in list(self.requests.values()):
             self._finish(request, FinishReason.ABORT)
         self._admission.held.clear()
-
-    def _refuse(self, message: Submit, refusal: RequestRefused) -> None:
-        self.counters.refused += 1
-        self._replies.refuse(message, refusal)
 
     def _accept(self, request: Request) -> None:
         self.counters.accepted += 1
@@ -138,8 +151,8 @@ class Scheduler:
         self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
         held = list(self._admission.held.values())
         self._admission.held.clear()
-        for message in held:
-            self.submit(message)
+        for message, matcher in held:
+            self.submit(message, matcher)
 
     def leave_epoch(self) -> None:
         """Preempt everybody; what is in flight is lost, and late reports of it are dropped."""
@@ -211,7 +224,12 @@ class Scheduler:
         rows = batch.start_step()
         step = ledger.open(rows, batch.delta.chunks)
         is_full_tail = any([request.needs_full_tail for request in rows])
-        return batch.delta.take(epoch=ledger.epoch, step=step.number, is_full_tail=is_full_tail)
+        return batch.delta.take(
+            epoch=ledger.epoch,
+            step=step.number,
+            is_full_tail=is_full_tail,
+            masks=step_masks(rows) if is_full_tail else None,
+        )
 
     def _plan_decodes(self, batch: Batch) -> None:
         """Bring the decode list up to date; afterwards all in it can run one token."""

@@ -6,6 +6,7 @@ Knows the wire columns and nothing else. Changes outlive a `plan` that sends no 
 from nvserve.core.request import Request
 from nvserve.protocol.messages import (
     Chunks,
+    Masks,
     NewRows,
     SchedulerOutput,
     TableChanges,
@@ -52,7 +53,9 @@ class StepDelta:
         """Compute the tokens from `start` up to `end`; samples when these are all of them."""
         self.chunks.append((request, start, end))
 
-    def take(self, *, epoch: int, step: int, is_full_tail: bool) -> SchedulerOutput:
+    def take(
+        self, *, epoch: int, step: int, is_full_tail: bool, masks: Masks | None
+    ) -> SchedulerOutput:
         """The step as a message."""
         output = SchedulerOutput(
             epoch,
@@ -64,6 +67,7 @@ class StepDelta:
             tables=_table_changes(self._tables) if self._tables else None,
             joins=self._joins or None,
             chunks=_chunks(self.chunks) if self.chunks else None,
+            masks=masks,
         )
         self._start()  # the lists now belong to the message
         return output
@@ -104,3 +108,14 @@ def _chunks(chunks: list[tuple[Request, int, int]]) -> Chunks:
         tokens=b"".join(request.tokens[start:end].tobytes() for request, start, end in chunks),
         samples=[end == len(request.tokens) for request, _, end in chunks],
     )
+
+
+def step_masks(rows: list[Request]) -> Masks | None:
+    """What the next token of each constrained row may be; None when nothing is forbidden."""
+    slots, masks = [], []
+    for request in rows:
+        mask = request.constraint.mask(request.tokens) if request.constraint is not None else None
+        if mask is not None:
+            slots.append(request.slot)
+            masks.append(mask)
+    return Masks(slots, b"".join(masks)) if slots else None

@@ -24,8 +24,7 @@ from nvserve.protocol.messages import (
         ("logit_bias", {"logit_bias": {5: math.nan}}),
         ("max_tokens", {"max_tokens": -1}),
         ("stop_token_ids", {"stop_token_ids": [97]}),
-        ("grammar", {"grammar": "json:"}),
-        ("bad_words", {"bad_words": [[1, 2]]}),
+        ("bad_words", {"bad_words": [[1, 97]]}),
         ("seed", {"seed": -1}),
         ("priority", {"priority": 2**40}),
         ("strikes", {"strikes": -1}),
@@ -77,6 +76,15 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(
     small = [world.submit([2] * 20, max_tokens=5, ignore_eos=True) for _ in range(10)]
     world.run()
     assert_all_as_expected(world, small)
+
+
+def test_a_grammar_that_nobody_compiled_is_refused() -> None:
+    world = make_world()
+    submit = world.make_submit([2, 3], grammar="json:")
+    world.journal[submit.request_id] = Entry(submit)
+    world.scheduler.submit(submit)
+    world.flush()
+    assert refusal(world, submit.request_id).param == "grammar"
 
 
 def test_a_request_that_just_fits_the_pool_runs() -> None:

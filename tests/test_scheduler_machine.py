@@ -36,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         token=st.integers(2, 3),
         max_tokens=st.integers(0, LONGEST),
         priority=st.integers(-1, 1),
-        must_wait=st.booleans(),
+        has_grammar=st.booleans(),
         strikes=st.sampled_from([0, 0, 0, 1]),
     )
     def submit(
@@ -45,14 +45,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         token: int,
         max_tokens: int,
         priority: int,
-        must_wait: bool,
+        has_grammar: bool,
         strikes: int,
     ) -> None:
-        request_id = self.world.submit(
-            [token] * length, max_tokens=max_tokens, priority=priority, strikes=strikes
+        self.world.submit(
+            [token] * length,
+            max_tokens=max_tokens,
+            priority=priority,
+            strikes=strikes,
+            grammar="every third" if has_grammar else "",
         )
-        if must_wait and request_id in self.world.scheduler.requests:
-            self.world.request(request_id).must_wait = True
 
     @rule(count=st.integers(1, 6))
     def advance(self, count: int) -> None:

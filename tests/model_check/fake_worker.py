@@ -7,11 +7,13 @@ foreign content or a write into a shared block therefore changes the output or t
 
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nvserve.protocol.codec import decode_to_worker, encode
 from nvserve.protocol.messages import (
     Chunks,
+    Masks,
     ModelOutput,
     NewRows,
     SchedulerOutput,
@@ -22,9 +24,17 @@ from nvserve.protocol.messages import (
 from nvserve.protocol.sampling import SamplingParams
 
 
-def next_token(prefix: list[int], seed: int, vocab_size: int) -> int:
-    """What the model says after these tokens; the same for everybody who asks."""
-    return zlib.crc32(array("i", prefix).tobytes(), seed & 0xFFFF) % vocab_size
+def next_token(
+    prefix: list[int], seed: int, vocab_size: int, is_allowed: Callable[[int], bool] | None = None
+) -> int:
+    """What the model says after these tokens; the same for everybody who asks.
+
+    Of a limited choice it takes the first one behind what it would have said.
+    """
+    token = zlib.crc32(array("i", prefix).tobytes(), seed & 0xFFFF) % vocab_size
+    while is_allowed is not None and not is_allowed(token):
+        token = (token + 1) % vocab_size
+    return token
 
 
 @dataclass
@@ -57,6 +67,7 @@ class FakeWorker:
         self.next_step = 0
         self.rows: dict[int, Row] = {}
         self.decoding: list[int] = []
+        self.masks: dict[int, bytes] = {}
 
     def run(self, output: SchedulerOutput) -> ModelOutput:
         """One step, over the wire."""
@@ -67,7 +78,9 @@ class FakeWorker:
         assert (received.epoch, received.step) == (self.epoch, self.next_step)
         self.next_step += 1
         self._apply(received)
+        self._take_masks(received.masks)
         sampled = self._forward(received.chunks)
+        assert self.masks.keys() <= {slot for slot, _ in sampled}, "a mask for nobody"
         tails = [self.rows[slot].sampling.needs_full_tail for slot, _ in sampled]
         assert received.is_full_tail == any(tails)
         tokens = pack_ids([token for _, token in sampled])
@@ -155,8 +168,21 @@ class FakeWorker:
 
     def _sample(self, slot: int) -> int:
         row = self.rows[slot]
-        row.last = next_token(self._read(row), row.seed, self.vocab_size)
+        mask = self.masks.get(slot)
+
+        def is_allowed(token: int) -> bool:
+            return mask is None or bool(mask[token >> 3] >> (token & 7) & 1)
+
+        row.last = next_token(self._read(row), row.seed, self.vocab_size, is_allowed)
         return row.last
+
+    def _take_masks(self, masks: Masks | None) -> None:
+        self.masks = {}
+        if masks is not None:
+            size = 4 * -(-self.vocab_size // 32)
+            assert len(masks.masks) == size * len(masks.slots)
+            for index, slot in enumerate(masks.slots):
+                self.masks[slot] = masks.masks[index * size : index * size + size]
 
     def _check_history(self, row: Row) -> None:
         if row.sampling.has_penalties or row.sampling.min_tokens > 0:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+from model_check.fake_worker import next_token
 from model_check.world import World
 from nvserve.protocol.messages import FinishReason, ModelOutput, StepDone, unpack_ids
 
@@ -77,9 +78,10 @@ class Traffic:
             prompt = self.conversation()
         prompt = prompt + [draw.randrange(5, 20) for _ in range(draw.choice([0, 0, 1, 3, 8]))]
         max_tokens = draw.choice([0, 1, 2, 5, 12, 20, 40])
+        seed = draw.randrange(3)
         self.world.submit(
             prompt,
-            seed=draw.randrange(3),
+            seed=seed,
             priority=draw.choice([0, 0, 0, 0, -1, 1]),
             deadline=self.world.now + draw.random() if draw.random() < 0.05 else 0.0,
             salt=draw.choice(["", "", "", "x"]),
@@ -88,10 +90,17 @@ class Traffic:
             ignore_eos=draw.random() < 0.7,
             stop_token_ids=[draw.randrange(97)] if draw.random() < 0.2 else [],
             presence_penalty=draw.choice([0.0, 0.0, 0.5]),
+            bad_words=self.bad_words(prompt, seed) if draw.random() < 0.15 else [],
+            grammar="every third" if draw.random() < 0.15 else "",
         )
-        if self.world.scheduler.requests and draw.random() < 0.1:
-            last = list(self.world.scheduler.requests.values())[-1]
-            last.must_wait = True
+
+    def bad_words(self, prompt: list[int], seed: int) -> list[list[int]]:
+        """Words the model would say, one of them begun by the prompt."""
+        text = list(prompt)
+        for _ in range(8):
+            text.append(next_token(text, seed, self.world.limits.vocab_size))
+        output = text[len(prompt) :]
+        return [text[len(prompt) - 1 : len(prompt) + 1], output[2:4], output[4:7]]
 
     def conversation(self) -> list[int]:
         """Prompt and output of one of the last requests that ended."""
@@ -121,7 +130,7 @@ class Traffic:
     def repeat_submit(self) -> None:
         for entry in list(self.world.journal.values())[:1]:
             if entry.submit.request_id in self.world.scheduler.requests:
-                self.world.scheduler.submit(entry.submit)
+                self.world.scheduler.submit(entry.submit, self.world.matcher(entry.submit))
                 self.world.flush()
 
     def repeat_report(self) -> None:
