@@ -108,6 +108,12 @@ class FrontendProcess:
         while self.get("/ready")[0] != 200:
             assert time.monotonic() < deadline, f"not ready within {limit_s} s"
 
+    def wait_metric(self, name: str, value: float, limit_s: float = 20.0) -> None:
+        """Until a metric without labels has this value."""
+        deadline = time.monotonic() + limit_s
+        while f"\n{name} {float(value)}\n" not in self.get("/metrics")[1].decode():
+            assert time.monotonic() < deadline, f"{name} is not {value} within {limit_s} s"
+
     def get(self, path: str) -> tuple[int, bytes]:
         return self.request("GET", path)
 
