@@ -6,21 +6,63 @@ the earlier kernel's tail. Needs Hopper; elsewhere, and in the interpreter, the 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Final
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-# triton.jit with types, since the library has none.
-jit: Final[Callable[[Callable[..., Any]], Any]] = triton.jit
+from nvserve.kernels.dispatch import INTERPRETED
+
+_is_compiling_only = False
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, launches compile their kernels in other threads and run nothing; waits at the end.
+
+    Most of a compilation is outside of Python, so that the threads need not wait for each other.
+    What the kernels would have written is not: use the results for nothing but further launches.
+    """
+    global _is_compiling_only
+    if INTERPRETED or not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
+    num_threads = max(1, min(16, len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
+        _is_compiling_only = True
+        try:
+            yield
+        finally:
+            _is_compiling_only = False
+
+
+class _Kernel(triton.JITFunction):  # type: ignore[misc]
+    """A kernel, or a function that kernels call, which compiling_only() can hold back."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if _is_compiling_only:
+            return functools.partial(self.warmup, grid=grid)
+        return super().__getitem__(grid)
 
 
 def jit_general(*arguments: str) -> Callable[[Callable[..., Any]], Any]:
     """triton.jit whose compiled kernels serve every value of these integer arguments."""
-    decorator: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(arguments))
-    return decorator
+    if INTERPRETED:
+        decorator: Callable[[Callable[..., Any]], Any] = triton.jit(
+            do_not_specialize=list(arguments)
+        )
+        return decorator
+    return functools.partial(_Kernel, do_not_specialize=list(arguments))
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """triton.jit with types, since the library has none."""
+    return jit_general()(function)
 
 
 @jit
@@ -51,6 +93,20 @@ def prefetch_rows(rows_ptr, num_bytes):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
+
+
+@jit
+def prefetch_weight(  # type: ignore[no-untyped-def]
+    weight_ptr, outputs, inputs, num_bytes, part, num_parts, LANES: tl.constexpr
+):
+    """One of num_parts programs' share of prefetching the first num_bytes of each weight row.
+
+    LANES is the program's number of threads.
+    """
+    each = part * LANES + tl.arange(0, LANES)
+    for first in range(0, outputs, num_parts * LANES):
+        rows = ((first + each) % outputs).to(tl.int64)
+        prefetch_rows(weight_ptr + rows * inputs, num_bytes)
 
 
 @functools.cache

@@ -62,11 +62,22 @@ def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
     return _DEEP if outputs <= 4096 and num_tokens <= 16 else None
 
 
-def _cut(x: torch.Tensor, weight: torch.Tensor) -> SkinnyCut | None:
+def gated_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> SkinnyCut | None:
+    """As skinny_cut, of linear_silu_mul; outputs are those of the result."""
+    if dtype != torch.bfloat16 or num_tokens > 32 or inputs % 8:
+        return None
+    if num_tokens == 1:
+        return SkinnyCut(8, 512, 1, 4) if inputs <= 1024 else SkinnyCut(1, 2048, 1, 4)
+    return SkinnyCut(64, 128, 5, 4, 1)
+
+
+def _cut(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> SkinnyCut | None:
     if not (HAS_TRITON and x.is_cuda) or x.shape[0] == 0:
         return None
     if torch.cuda.get_device_capability(x.device)[0] < 9:
         return None  # measured, and for more than one row possible, only there
+    if is_gated:
+        return gated_cut(x.shape[0], weight.shape[0] // 2, weight.shape[1], x.dtype)
     return skinny_cut(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)
 
 
@@ -81,17 +92,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return matmul_triton.linear(x, weight, bias, cut)
 
 
-def silu_mul_linear(
-    gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+def linear_silu_mul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """linear(silu_and_mul(gate_up)): gate_up [T, 2 * K], weight [N, K], result [T, N].
-
-    One kernel where that pays. Each of its programs repeats the activation for its whole row, so
-    that is for a single short row.
-    """
-    short = gate_up.shape[0] == 1 and weight.shape[1] <= 4096
-    if not short or _cut(gate_up, weight) is None:
-        return linear(silu_and_mul(gate_up), weight, bias)
+    """silu(gate) * up of linear(x) [T, 2 * I], gate first: [T, I]. One kernel where that pays."""
+    cut = _cut(x, weight, is_gated=True)
+    if cut is None:
+        return silu_and_mul(linear(x, weight, bias))
     from nvserve.kernels import matmul_triton
 
-    return matmul_triton.silu_mul_linear(gate_up, weight, bias, SkinnyCut(4, 2048, 1, 8))
+    return matmul_triton.linear_silu_mul(x, weight, bias, cut)

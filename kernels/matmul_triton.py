@@ -22,6 +22,11 @@ from nvserve.kernels.matmul import SkinnyCut
 
 
 @jit
+def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
 def _vector_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -29,7 +34,7 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     outputs,
     inputs,
-    SILU: tl.constexpr,  # x is silu(gate) * up of gate_up, not x itself
+    GATED: tl.constexpr,  # weight rows `outputs` further on are those of `up`
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,11 +45,16 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
     in_rows = rows < outputs
     block = tl.arange(0, BLOCK)
     weight_at = weight_ptr + rows.to(tl.int64)[:, None] * inputs + block[None, :]
+    up_at = weight_at + outputs.to(tl.int64) * inputs
     mask = in_rows[:, None] & (block < inputs)[None, :]
     weights = tl.load(weight_at, mask=mask, other=0.0, eviction_policy="evict_first")
+    ups = weights
+    if GATED:
+        ups = tl.load(up_at, mask=mask, other=0.0, eviction_policy="evict_first")
     start_next(PDL)
     inputs_ready(PDL)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    up_acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, inputs, BLOCK):
         columns = first + block
         later = in_rows[:, None] & (columns + BLOCK < inputs)[None, :]
@@ -52,14 +62,22 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
             weight_at + first + BLOCK, mask=later, other=0.0, eviction_policy="evict_first"
         )
         x = tl.load(x_ptr + columns, mask=columns < inputs, other=0.0).to(tl.float32)
-        if SILU:
-            up = tl.load(x_ptr + inputs + columns, mask=columns < inputs, other=0.0)
-            x = x / (1.0 + tl.exp(-x)) * up.to(tl.float32)
         acc += weights.to(tl.float32) * x[None, :]
         weights = next_weights
+        if GATED:
+            next_ups = tl.load(
+                up_at + first + BLOCK, mask=later, other=0.0, eviction_policy="evict_first"
+            )
+            up_acc += ups.to(tl.float32) * x[None, :]
+            ups = next_ups
     out = tl.sum(acc, axis=1)
     if BIAS:
         out += tl.load(bias_ptr + rows, mask=in_rows, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_acc, axis=1)
+        if BIAS:
+            up += tl.load(bias_ptr + outputs + rows, mask=in_rows, other=0.0).to(tl.float32)
+        out = _silu_mul(out, up)
     tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=in_rows)
 
 
@@ -73,7 +91,9 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     outputs,
     inputs,
+    GATED: tl.constexpr,  # weight rows `outputs` further on are those of `up`
     BIAS: tl.constexpr,
+    SWAPPED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -84,7 +104,8 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
 
     A program takes every num_programs-th strip of ROWS outputs; one loop runs over the tiles of
     all of them, so that the pipeline does not drain between two strips. Tiles past an edge are
-    filled with zeros.
+    filled with zeros. SWAPPED puts tokens first: for strips of fewer rows than the matrix
+    instructions of Hopper take.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -94,33 +115,59 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.arange(0, TOKENS)
     if PDL:
         first_rows = tl.minimum(program * ROWS + each, outputs - 1).to(tl.int64)
-        prefetch_rows(weight_ptr + first_rows * inputs, tl.minimum(2 * inputs, 2048))
+        at = weight_ptr + first_rows * inputs
+        num_bytes = tl.minimum(2 * inputs, 1024 if GATED else 2048)
+        prefetch_rows(at, num_bytes)
+        if GATED:
+            prefetch_rows(at + outputs.to(tl.int64) * inputs, num_bytes)
     start_next(PDL)
     inputs_ready(PDL)
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
+    up_acc = acc
     for step in tl.range(0, strips * tiles, num_stages=STAGES):
         first_row = (program + step // tiles * num_programs) * ROWS
         tile = step % tiles
         weights = weight_tiles.load([first_row, tile * BLOCK])
         x = x_tiles.load([0, tile * BLOCK])
-        acc = tl.dot(weights, tl.trans(x), acc=acc)
+        if SWAPPED:
+            acc = tl.dot(x, tl.trans(weights), acc=acc)
+        else:
+            acc = tl.dot(weights, tl.trans(x), acc=acc)
+        if GATED:
+            ups = weight_tiles.load([outputs + first_row, tile * BLOCK])
+            if SWAPPED:
+                up_acc = tl.dot(x, tl.trans(ups), acc=up_acc)
+            else:
+                up_acc = tl.dot(ups, tl.trans(x), acc=up_acc)
         if tile == tiles - 1:
             rows = first_row + each
             in_rows = rows < outputs
+            axis: tl.constexpr = 0 if SWAPPED else 1
+            row_axis: tl.constexpr = 1 - axis
+            rows_wide = tl.expand_dims(rows, 1 - row_axis)
             out = acc
             if BIAS:
-                bias = tl.load(bias_ptr + rows, mask=in_rows, other=0.0)
-                out += bias.to(tl.float32)[:, None]
-            out_at = out_ptr + tokens[None, :] * outputs + rows[:, None]
-            out_mask = in_rows[:, None] & (tokens < num_tokens)[None, :]
+                bias = tl.load(bias_ptr + rows, mask=in_rows, other=0.0).to(tl.float32)
+                out += tl.expand_dims(bias, 1 - row_axis)
+            if GATED:
+                up = up_acc
+                if BIAS:
+                    bias = tl.load(bias_ptr + outputs + rows, mask=in_rows, other=0.0)
+                    up += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
+                out = _silu_mul(out, up)
+            tokens_wide = tl.expand_dims(tokens, row_axis)
+            out_at = out_ptr + tokens_wide * outputs + rows_wide
+            out_mask = (rows_wide < outputs) & (tokens_wide < num_tokens)
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
-            acc = tl.zeros([ROWS, TOKENS], tl.float32)
+            acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
+            up_acc = acc
 
 
 def _strips(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut, gated: bool
 ) -> torch.Tensor:
-    num_tokens, (outputs, inputs) = x.shape[0], weight.shape
+    num_tokens, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(num_tokens, outputs)
     tokens = max(16, triton.next_power_of_2(num_tokens))
     num_strips = triton.cdiv(outputs, cut.outputs)
@@ -133,7 +180,9 @@ def _strips(
         num_tokens,
         outputs,
         inputs,
+        GATED=gated,
         BIAS=bias is not None,
+        SWAPPED=cut.outputs < 64,
         TOKENS=tokens,
         ROWS=cut.outputs,
         BLOCK=cut.inputs,
@@ -145,9 +194,10 @@ def _strips(
 
 
 def _vector(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut, silu: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut, gated: bool
 ) -> torch.Tensor:
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     x = x.contiguous()
     out = x.new_empty(1, outputs)
     _vector_kernel[(triton.cdiv(outputs, cut.outputs),)](
@@ -157,7 +207,7 @@ def _vector(
         out,
         outputs,
         inputs,
-        SILU=silu,
+        GATED=gated,
         BIAS=bias is not None,
         ROWS=cut.outputs,
         BLOCK=min(cut.inputs, triton.next_power_of_2(inputs)),
@@ -173,14 +223,15 @@ def linear(
     """See matmul.linear; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
     if x.shape[0] == 1:
-        return _vector(x, weight, bias, cut, silu=False)
-    return _strips(x, weight, bias, cut)
+        return _vector(x, weight, bias, cut, gated=False)
+    return _strips(x, weight, bias, cut, gated=False)
 
 
-def silu_mul_linear(
-    gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
+def linear_silu_mul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
 ) -> torch.Tensor:
-    """See matmul.silu_mul_linear; one row."""
+    """See matmul.linear_silu_mul; as linear."""
     assert weight.is_contiguous()
-    assert gate_up.shape[0] == 1
-    return _vector(gate_up, weight, bias, cut, silu=True)
+    if x.shape[0] == 1:
+        return _vector(x, weight, bias, cut, gated=True)
+    return _strips(x, weight, bias, cut, gated=True)

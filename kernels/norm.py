@@ -3,6 +3,7 @@
 import torch
 
 from nvserve.kernels import reference
+from nvserve.kernels.ahead import Ahead
 from nvserve.kernels.dispatch import uses_triton
 
 
@@ -19,16 +20,32 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return norm_triton.rms_norm(x, weight, eps)
 
 
+def embed_rms_norm(
+    tokens: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normalized rows, the rows): rows tokens [T] int64 of embedding [V, N]; both new [T, N]."""
+    if not uses_triton(tokens):
+        return reference.embed_rms_norm(tokens, embedding, weight, eps)
+    from nvserve.kernels import norm_triton
+
+    return norm_triton.embed_rms_norm(tokens, embedding, weight, eps)
+
+
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    ahead: Ahead | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normalized x + residual, residual): residual [..., N] is updated in place.
 
     Both inputs are contiguous with the same shape and dtype; the sum is rounded to that dtype
-    before it is normalized, so that the stored residual is what was normalized.
+    before it is normalized, so that the stored residual is what was normalized. `ahead` is what
+    the next matmul will stream.
     """
     if not uses_triton(x):
         return reference.add_rms_norm(x, residual, weight, eps)
     from nvserve.kernels import norm_triton
 
-    return norm_triton.add_rms_norm(x, residual, weight, eps)
+    return norm_triton.add_rms_norm(x, residual, weight, eps, ahead)

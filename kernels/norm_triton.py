@@ -4,10 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
+from nvserve.kernels.ahead import Ahead
+from nvserve.kernels.launch import (
+    inputs_ready,
+    jit,
+    jit_general,
+    launch_options,
+    num_sms,
+    prefetch_weight,
+    start_next,
+)
 
 
-@jit
+@jit_general("ahead_outputs", "ahead_inputs", "ahead_bytes", "num_ahead")
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     residual_ptr,
@@ -15,11 +24,30 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     width,
     eps,
+    ahead_ptr,
+    ahead_outputs,
+    ahead_inputs,
+    ahead_bytes,
+    num_ahead,  # programs before those of the rows, which prefetch
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    if PDL:  # noqa: SIM102 (`and` would compile the prefetch without PDL too)
+        if tl.program_id(0) < num_ahead:
+            start_next(PDL)
+            prefetch_weight(
+                ahead_ptr,
+                ahead_outputs,
+                ahead_inputs,
+                ahead_bytes,
+                tl.program_id(0),
+                num_ahead,
+                LANES,
+            )
+            return
+    row = (tl.program_id(0) - num_ahead).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     start_next(PDL)
@@ -37,7 +65,11 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    ahead: Ahead | None,
 ) -> torch.Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width).contiguous()
@@ -45,16 +77,24 @@ def _launch(
     if rows.shape[0] == 0:
         return out.view(x.shape)
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows.shape[0],)](
+    num_warps = max(1, min(16, block // 512))
+    num_ahead = 0 if ahead is None else num_sms(x.device)
+    _rms_norm_kernel[(num_ahead + rows.shape[0],)](
         rows,
         rows if residual is None else residual,
         weight,
         out,
         width,
         eps,
+        weight if ahead is None else ahead.weight,
+        1 if ahead is None else ahead.weight.shape[0],
+        1 if ahead is None else ahead.weight.shape[1],
+        0 if ahead is None else ahead.num_bytes,
+        num_ahead,
         ADD=residual is not None,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        LANES=32 * num_warps,
+        num_warps=num_warps,
         **launch_options(x.device),
     )
     return out.view(x.shape)
@@ -62,12 +102,68 @@ def _launch(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See norm.rms_norm."""
-    return _launch(x, None, weight, eps)
+    return _launch(x, None, weight, eps, None)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    ahead: Ahead | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See norm.add_rms_norm."""
     assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
-    return _launch(x, residual, weight, eps), residual
+    return _launch(x, residual, weight, eps, ahead), residual
+
+
+@jit
+def _embed_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr,
+    embedding_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    start_next(PDL)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    inputs_ready(PDL)
+    token = tl.load(tokens_ptr + row)
+    raw = tl.load(embedding_ptr + token * width + columns, mask=inside, other=0.0)
+    tl.store(residual_ptr + row * width + columns, raw, mask=inside)
+    x = raw.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / width + eps)
+    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, out, mask=inside)
+
+
+def embed_rms_norm(
+    tokens: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See norm.embed_rms_norm."""
+    num_tokens, width = tokens.shape[0], embedding.shape[1]
+    assert embedding.is_contiguous()
+    residual, out = embedding.new_empty(2, num_tokens, width).unbind(0)
+    if num_tokens == 0:
+        return out, residual
+    block = triton.next_power_of_2(width)
+    _embed_kernel[(num_tokens,)](
+        tokens,
+        embedding,
+        weight,
+        residual,
+        out,
+        width,
+        eps,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **launch_options(tokens.device),
+    )
+    return out, residual

@@ -25,6 +25,14 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def embed_rms_norm(
+    tokens: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Look up rows of the embedding; (normalized, as they are)."""
+    rows = F.embedding(tokens, embedding)
+    return rms_norm(rows, weight, eps), rows
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate_up holds gate in its first half and up in its second."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -30,19 +30,24 @@ def gumbel_argmax(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     first_token_id: int = 0,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's largest perturbed logit, float32 [R], and its global token id, int64 [R].
 
     Over vocabulary shards, the shard with the largest value (then the lowest id) holds the row's
     sample. logits [R, V] any float dtype, rows contiguous; temperature [R] float32; seeds and
-    positions [R] int64; first_token_id is the id of column 0.
+    positions [R] int64; first_token_id is the id of column 0. With slots [R] int64, temperature and
+    seeds are those of all slots [S].
     """
     if not uses_triton(logits):
+        if slots is not None:
+            temperature, seeds = temperature[slots], seeds[slots]
         return reference.gumbel_argmax(logits, temperature, seeds, positions, first_token_id)
     # Triton is absent from CPU-only installs, so its kernels load with their first use.
     from nvserve.kernels import sampling_triton
 
-    return sampling_triton.gumbel_argmax(logits, temperature, seeds, positions, first_token_id)
+    arguments = (logits, temperature, seeds, positions, first_token_id, slots)
+    return sampling_triton.gumbel_argmax(*arguments)
 
 
 def sample(

@@ -24,6 +24,7 @@ _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 @jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
+    slots_ptr,
     temperature_ptr,
     top_k_ptr,
     seeds_ptr,
@@ -36,6 +37,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     row_stride,
     first_token_id,
+    BY_SLOT: tl.constexpr,  # temperature and seed stand at the row's slot
     TRUNCATES: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -46,7 +48,10 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     num_tiles = tl.num_programs(1)
     start_next(PDL)
     inputs_ready(PDL)
-    temperature = tl.load(temperature_ptr + row)
+    slot = row
+    if BY_SLOT:
+        slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
     greedy = temperature < _GREEDY_BELOW
     inverse = tl.div_rn(1.0, tl.maximum(temperature, _GREEDY_BELOW))
     # Tiles start at a multiple of 4 global ids, where a Philox counter starts.
@@ -74,7 +79,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             tl.store(group_max_ptr + at, group_max)
         if noisy:
             counters = base // 4 + tl.arange(0, TILE // 4)
-            bits = token_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), counters)
+            bits = token_bits(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), counters)
             values = scaled + gumbel_from_bits(bits)
     # Two plain reductions cost less than one over (value, index) pairs.
     best = tl.max(values)
@@ -122,6 +127,7 @@ def _scan(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     first_token_id: int,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Best values and ids, then (used only with top_k) tile maxima, tile sums, group maxima."""
     num_rows, num_tokens = logits.shape
@@ -135,6 +141,7 @@ def _scan(
     group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
     _scan_kernel[(num_rows, num_tiles)](
         logits,
+        positions if slots is None else slots,
         temperature,
         seeds if top_k is None else top_k,
         seeds,
@@ -147,6 +154,7 @@ def _scan(
         num_tokens,
         logits.stride(0),
         first_token_id,
+        BY_SLOT=slots is not None,
         TRUNCATES=top_k is not None,
         GROUP=GROUP,
         TILE=tile,
@@ -162,6 +170,7 @@ def gumbel_argmax(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     first_token_id: int,
+    slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See sampling.gumbel_argmax."""
     num_rows, num_tokens = logits.shape
@@ -169,7 +178,8 @@ def gumbel_argmax(
     ids = logits.new_empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
         return values, ids
-    best_values, best_ids, *_ = _scan(logits, temperature, None, seeds, positions, first_token_id)
+    arguments = (logits, temperature, None, seeds, positions, first_token_id, slots)
+    best_values, best_ids, *_ = _scan(*arguments)
     num_tiles = best_values.shape[1]
     _reduce_kernel[(num_rows,)](
         best_values,

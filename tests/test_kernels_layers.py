@@ -54,10 +54,17 @@ def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:
     assert torch.allclose(activation.silu_and_mul(gate_up), expected)
 
 
-def test_silu_mul_linear_is_its_parts_in_sequence() -> None:
-    gate_up, weight, bias = torch.randn(3, 64), torch.randn(10, 32), torch.randn(10)
-    expected = F.linear(F.silu(gate_up[:, :32]) * gate_up[:, 32:], weight, bias)
-    assert torch.allclose(matmul.silu_mul_linear(gate_up, weight, bias), expected, atol=1e-5)
+def test_linear_silu_mul_is_its_parts_in_sequence() -> None:
+    x, weight, bias = torch.randn(3, 32), torch.randn(20, 32), torch.randn(20)
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=1)
+    assert torch.allclose(matmul.linear_silu_mul(x, weight, bias), F.silu(gate) * up, atol=1e-5)
+
+
+def test_embed_rms_norm_returns_rows_normalized_and_as_they_are() -> None:
+    tokens, embedding, weight = torch.tensor([4, 0, 4]), torch.randn(5, 16), torch.randn(16)
+    normed, rows = norm.embed_rms_norm(tokens, embedding, weight, 1e-6)
+    assert torch.equal(rows, embedding[tokens])
+    assert torch.equal(normed, norm.rms_norm(rows, weight, 1e-6))
 
 
 def test_only_few_rows_of_bfloat16_leave_cublas() -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from nvserve.kernels.attention import AttentionMetadata
+from nvserve.kernels.decode_step import advance_rows, gather_rows
 from nvserve.protocol.config import Config
 from nvserve.protocol.messages import Chunks, SchedulerOutput, TableChanges
 from nvserve.workers.models.layers import StepInputs
@@ -80,6 +81,8 @@ class Batch:
         self.block_table: Final = torch.zeros(
             slots, self.max_blocks, dtype=torch.int32, device=device
         )
+        # The tables of the step under way, by row. Entries behind a row's end are old, yet blocks.
+        self._step_tables = torch.zeros_like(self.block_table)
         # The decode list; what lies behind its end is scratch, for padded steps.
         self.rows: Final = torch.full((slots,), self.scratch, dtype=torch.int64, device=device)
         self.decoding: Final[list[int]] = []
@@ -148,19 +151,29 @@ class Batch:
 
     def decode_inputs(self, rows: torch.Tensor) -> StepInputs:
         """One token for each of rows [R]: device work only, so a graph may hold it."""
-        positions = self.lengths[rows]
-        tables = self.block_table[rows]
-        blocks = tables.gather(1, (positions // self.block_size)[:, None]).squeeze(1)
+        gathered = gather_rows(
+            rows,
+            self.last_token,
+            self.lengths,
+            self.block_table,
+            self._step_tables,
+            self.block_size,
+        )
         meta = AttentionMetadata(
             cu_seqlens_q=self._arange[: len(rows) + 1],
-            seq_lens=(positions + 1).int(),
-            block_tables=tables,
+            seq_lens=gathered.seq_lens,
+            block_tables=self._step_tables[: len(rows)],
             max_query_len=1,
             max_seq_len=self.max_blocks * self.block_size,
         )
-        slot_mapping = blocks.long() * self.block_size + positions % self.block_size
         return StepInputs(
-            self.last_token[rows], positions, slot_mapping, len(rows), decode=meta, prefill=None
+            gathered.tokens,
+            gathered.positions,
+            gathered.slot_mapping,
+            len(rows),
+            decode=meta,
+            prefill=None,
+            next_positions=gathered.next_positions,
         )
 
     def chunk_inputs(self, chunks: ChunkColumns) -> StepInputs:
@@ -216,22 +229,28 @@ class Batch:
         if doubled or len(set(chunks.slots)) != len(chunks.slots):
             raise BadStep(f"slots {chunks.slots} have chunks, and some run twice")
 
-    def advance(self, slots: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+    def advance(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The last token of slots [R] is now tokens [R], with lengths [R] tokens before it.
 
-        A negative token (logits that were not finite) counts as 0: the step has failed, but the
-        next one may be on its way.
+        A bad token (see advance_rows) counts as 0: the step has failed, but the next one may be on
+        its way. Returns the tokens as the host shall see them, [R] int32.
         """
-        self.last_token.index_copy_(0, slots, tokens.clamp(min=0))
-        self.lengths.index_copy_(0, slots, lengths)
-        self.lengths[self.scratch :].zero_()  # padded rows must not run out of their table
+        return advance_rows(
+            slots, tokens, values, lengths, self.last_token, self.lengths, self.scratch
+        )
 
     def clear(self) -> None:
         """Empty every slot: a new epoch begins."""
         self.sampling.clear()
         self.decoding.clear()
         self._num_written = 0
-        for tensor in (self.last_token, self.lengths, self.block_table):
+        for tensor in (self.last_token, self.lengths, self.block_table, self._step_tables):
             tensor.zero_()
         self.rows.fill_(self.scratch)
 
@@ -254,4 +273,5 @@ def join_inputs(decode: StepInputs, chunks: StepInputs) -> StepInputs:
         decode.num_decodes,
         decode.decode,
         chunks.prefill,
+        decode.next_positions,
     )

@@ -1,8 +1,8 @@
 """CUDA graphs of a decode step: a bucket of rows each, captured largest first, in one memory pool.
 
-Each bucket holds two graphs: the forward pass, and the plain sampling tail with the advance of
-the rows. A step with a full tail replays the first and samples eagerly. Rows behind the decode list
-point to the scratch slot, so a bucket may be wider than the list.
+A bucket's graph is a whole step with the plain sampling tail. The first step with a full tail adds
+one of the forward pass alone, behind which it samples eagerly. Rows behind the decode list point to
+the scratch slot, so a bucket may be wider than the list.
 
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
 none, one between two steps now and then.
@@ -10,10 +10,11 @@ none, one between two steps now and then.
 Knows rows and replay; what a step computes it is given as functions.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -23,7 +24,8 @@ _STEPS: Final = ((4, 1), (16, 4), (256, 8), (1024, 32))
 CAPTURE_EVERY_S: Final = 0.5  # between two captures under load: each delays a step
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Tail = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Step = Callable[[torch.Tensor], torch.Tensor]
+_Result = TypeVar("_Result")
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -42,34 +44,38 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 @dataclass
 class _Captured:
-    forward: torch.cuda.CUDAGraph
-    tail: torch.cuda.CUDAGraph
-    hidden: torch.Tensor  # [bucket, N], written by `forward`
-    positions: torch.Tensor  # [bucket] int64, of the new tokens
-    ids: torch.Tensor  # [bucket] int64, written by `tail`
+    step: torch.cuda.CUDAGraph
+    ids: torch.Tensor  # [bucket] int32, written by `step`
+    forward: torch.cuda.CUDAGraph | None = None
+    hidden: torch.Tensor | None = None  # [bucket, N], written by `forward`, like
+    positions: torch.Tensor | None = None  # [bucket] int64, of the new tokens
 
 
 class DecodeGraphs:
     """The graphs of one runner. `rows` is the tensor of slots that every graph reads.
 
-    forward(rows [R]) -> (hidden [R, N], positions [R]) and tail(hidden, rows, positions) -> ids [R]
-    must do device work only, the same for any content of `rows`.
+    step(rows [R]) -> ids [R] and forward(rows) -> (hidden [R, N], positions [R]) must do device
+    work only, the same for any content of `rows`.
     """
 
-    def __init__(self, forward: Forward, tail: Tail, rows: torch.Tensor, max_rows: int) -> None:
+    def __init__(self, step: Step, forward: Forward, rows: torch.Tensor, max_rows: int) -> None:
+        self._step: Final = step
         self._forward: Final = forward
-        self._tail: Final = tail
         self._rows: Final = rows
         self.sizes: Final = bucket_sizes(max_rows)
         self._missing: Final = list(self.sizes)  # captured from the end: largest first
         self._captured: Final[dict[int, _Captured]] = {}
         self._pool: Final = torch.cuda.graph_pool_handle()
+        self._stream: Final = torch.cuda.Stream(rows.device)
         self._last_s = 0.0  # monotonic, of the last capture
 
     @property
     def is_due(self) -> bool:
         """Should a busy worker capture another bucket before its next step?"""
-        return bool(self._missing) and time.monotonic() - self._last_s > CAPTURE_EVERY_S
+        return bool(self._missing) and self._may_capture()
+
+    def _may_capture(self) -> bool:
+        return time.monotonic() - self._last_s > CAPTURE_EVERY_S
 
     def capture_next(self) -> bool:
         """Capture the largest bucket still missing; True while there are more.
@@ -80,25 +86,38 @@ class DecodeGraphs:
         if not self._missing:
             return False
         size = self._missing.pop()
-        self._captured[size] = self._capture(self._rows[:size])
-        self._last_s = time.monotonic()
+        rows = self._rows[:size]
+        self._forward(rows)  # eager first: kernels compile and libraries allocate outside
+        graph, ids = self._capture(self._step, rows)
+        self._captured[size] = _Captured(graph, ids)
         return bool(self._missing)
 
-    def _capture(self, rows: torch.Tensor) -> _Captured:
-        # One eager run first: kernels compile and libraries allocate outside of the capture.
-        self._forward(rows)
+    def _capture(
+        self, function: Callable[[torch.Tensor], _Result], rows: torch.Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, _Result]:
+        """A graph of function(rows), and what it returns: memory that each replay writes."""
         torch.cuda.synchronize(rows.device)
-        forward, tail = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
-            hidden, positions = self._forward(rows)
-        with torch.cuda.graph(tail, pool=self._pool, capture_error_mode="thread_local"):
-            ids = self._tail(hidden, rows, positions)
-        return _Captured(forward, tail, hidden, positions, ids)
+        graph = torch.cuda.CUDAGraph()
+        # A collection may free what must not be freed during a capture, and takes long.
+        was_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function(rows)
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_collecting:
+                gc.enable()
+        self._last_s = time.monotonic()
+        return graph, result
 
-    def _find(self, num_rows: int) -> _Captured | None:
+    def _find(self, num_rows: int) -> tuple[int, _Captured] | None:
         for size in self.sizes:
             if size >= num_rows and size in self._captured:
-                return self._captured[size]
+                return size, self._captured[size]
         return None
 
     def forward(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -106,17 +125,24 @@ class DecodeGraphs:
 
         The results are the graph's own memory: use them before the next replay of any bucket.
         """
-        captured = self._find(num_rows)
-        if captured is None:
+        found = self._find(num_rows)
+        if found is None:
             return None
+        size, captured = found
+        if captured.forward is None:
+            if not self._may_capture():
+                return None
+            captured.forward, results = self._capture(self._forward, self._rows[:size])
+            captured.hidden, captured.positions = results
+        assert captured.hidden is not None
+        assert captured.positions is not None
         captured.forward.replay()
         return captured.hidden[:num_rows], captured.positions[:num_rows]
 
-    def plain(self, num_rows: int) -> torch.Tensor | None:
+    def step(self, num_rows: int) -> torch.Tensor | None:
         """Replay a whole step with the plain tail: ids [num_rows]; None without a bucket."""
-        captured = self._find(num_rows)
-        if captured is None:
+        found = self._find(num_rows)
+        if found is None:
             return None
-        captured.forward.replay()
-        captured.tail.replay()
-        return captured.ids[:num_rows]
+        found[1].step.replay()
+        return found[1].ids[:num_rows]

@@ -5,15 +5,18 @@ from typing import Final
 
 import torch
 
+from nvserve.kernels.decode_step import BAD_TOKEN
 from nvserve.protocol.messages import Logprobs
-from nvserve.workers.sampler import BAD_TOKEN, DeviceLogprobs
+from nvserve.workers.sampler import DeviceLogprobs
+from nvserve.workers.staging import Staging
 from nvserve.workers.step_result import StepFault, StepResult
 
 
 class PendingStep:
     """Copies of a step's results to the host, complete once `is_done`.
 
-    Made on the stream of the step right after its last kernel; on a CPU all is done by then.
+    Made on the stream of the step right after its last kernel, between Staging's begin and end; on
+    a CPU all is done by then.
     """
 
     def __init__(
@@ -23,14 +26,17 @@ class PendingStep:
         logprobs: DeviceLogprobs | None,
         prompt_logprobs: list[DeviceLogprobs | None] | None,
         started: "Stopwatch",
+        staging: Staging,
     ) -> None:
+        """`ids` [R] int32 are those of `slots`, which the host knows."""
         self._slots = slots
-        self._ids = _to_host(ids.int())
-        self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
+        self._ids = staging.download(ids)
+        self._logprobs = None if logprobs is None else _HostLogprobs(logprobs, staging)
         self._prompt_logprobs = None
         if prompt_logprobs is not None:
             self._prompt_logprobs = [
-                None if score is None else _HostLogprobs(score) for score in prompt_logprobs
+                None if score is None else _HostLogprobs(score, staging)
+                for score in prompt_logprobs
             ]
         self._stopwatch = started
         started.stop()
@@ -58,16 +64,21 @@ class PendingStep:
 
 
 class Stopwatch:
-    """The time of a step on its device, from creation to `stop`."""
+    """The time of a step on its device, from creation, or the end of the step before, to `stop`.
 
-    def __init__(self, device: torch.device) -> None:
+    Each event costs the device a moment, so the end of a step is the beginning of the next where
+    they follow each other closely.
+    """
+
+    def __init__(self, device: torch.device, before: "Stopwatch | None" = None) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._events = (
-                torch.cuda.Event(enable_timing=True),
-                torch.cuda.Event(enable_timing=True),
-            )
-            self._events[0].record()
+            if before is not None and before._events is not None and not before.is_stopped():
+                begin = before._events[1]
+            else:
+                begin = torch.cuda.Event(enable_timing=True)
+                begin.record()
+            self._events = (begin, torch.cuda.Event(enable_timing=True))
         self._began_s: Final = time.perf_counter()
         self._ended_s = 0.0
 
@@ -88,12 +99,12 @@ class Stopwatch:
 class _HostLogprobs:
     """DeviceLogprobs after their copy to the host."""
 
-    def __init__(self, source: DeviceLogprobs) -> None:
+    def __init__(self, source: DeviceLogprobs, staging: Staging) -> None:
         self._rows = source.rows
         self._num_tops = source.num_tops
-        self._chosen = _to_host(source.chosen)
-        self._top_ids = _to_host(source.top_ids.int())
-        self._top_values = _to_host(source.top_values)
+        self._chosen = staging.download(source.chosen)
+        self._top_ids = staging.download(source.top_ids.int())
+        self._top_values = staging.download(source.top_values)
 
     def message(self) -> Logprobs:
         width = self._top_ids.shape[1]
@@ -106,10 +117,3 @@ class _HostLogprobs:
             top_ids=self._top_ids[is_kept].numpy().tobytes(),
             top_values=self._top_values[is_kept].numpy().tobytes(),
         )
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -22,7 +22,7 @@ from nvserve.workers.models.layers import StepInputs
 from nvserve.workers.parallel import TensorParallel
 from nvserve.workers.pending_step import PendingStep, Stopwatch
 from nvserve.workers.prompt_scores import PromptScorer
-from nvserve.workers.sampler import DeviceLogprobs, Sampler
+from nvserve.workers.sampler import Sampled, Sampler
 from nvserve.workers.staging import Staging
 
 
@@ -48,11 +48,12 @@ class Runner:
         self._sampler = Sampler(batch.sampling, parallel, model.shard, staging)
         self._scorer = PromptScorer(model, parallel, batch.sampling)
         self.graphs: DecodeGraphs | None = None  # steps run eager without
+        self._stopwatch: Stopwatch | None = None  # of the last step launched
 
     @torch.inference_mode()
     def use_graphs(self, max_rows: int) -> None:
         """Replay decode steps of up to max_rows from now on; the largest bucket is captured now."""
-        self.graphs = DecodeGraphs(self.decode_forward, self.plain_tail, self.batch.rows, max_rows)
+        self.graphs = DecodeGraphs(self.plain_step, self.decode_forward, self.batch.rows, max_rows)
         self.graphs.capture_next()
 
     @torch.inference_mode()
@@ -71,7 +72,7 @@ class Runner:
 
         BadStep when the message cannot be; PeerLost when the group broke.
         """
-        stopwatch = Stopwatch(self.model.device)
+        stopwatch = self._stopwatch = Stopwatch(self.model.device, self._stopwatch)
         self._staging.begin()
         self.batch.apply(step)
         self._scorer.forget(step.freed or [])
@@ -103,36 +104,29 @@ class Runner:
 
     def _decode(self, step: SchedulerOutput, stopwatch: Stopwatch) -> PendingStep:
         slots = list(self.batch.decoding)
-        if not slots:
-            return PendingStep(self.batch.rows[:0], [], None, None, stopwatch)
         rows = self.batch.rows[: len(slots)]
+        if not slots:
+            return PendingStep(rows.int(), [], None, None, stopwatch, self._staging)
         if self.graphs is not None and self.graphs.is_due:
             self.graphs.capture_next()
         if step.is_full_tail:
             replayed = None if self.graphs is None else self.graphs.forward(len(slots))
             hidden, positions = replayed or self.decode_forward(rows)
-            ids, logprobs = self._sample(step, hidden, rows, positions, slots)
-            self.batch.advance(rows, ids, positions)
-            return PendingStep(ids, slots, logprobs, None, stopwatch)
-        replayed_ids = None if self.graphs is None else self.graphs.plain(len(slots))
+            sampled = self._sample(step, hidden, rows, positions, slots)
+            ids = self.batch.advance(rows, sampled.ids, positions, sampled.values)
+            return PendingStep(ids, slots, sampled.logprobs, None, stopwatch, self._staging)
+        replayed_ids = None if self.graphs is None else self.graphs.step(len(slots))
         ids = self.plain_step(rows) if replayed_ids is None else replayed_ids
-        return PendingStep(ids, slots, None, None, stopwatch)
+        return PendingStep(ids, slots, None, None, stopwatch, self._staging)
 
     def plain_step(self, rows: torch.Tensor) -> torch.Tensor:
-        """A decode step of slots rows [R] int64 with the plain tail: ids [R] int64."""
-        hidden, positions = self.decode_forward(rows)
-        return self.plain_tail(hidden, rows, positions)
+        """A decode step of slots rows [R] int64 with the plain tail: ids [R] int32.
 
-    def plain_tail(
-        self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Sample ids [R] int64 behind hidden states [R, N], and move the rows on by them.
-
-        Device work only, like decode_forward.
+        Samples, and moves the rows on; device work only, like decode_forward.
         """
-        ids = self._sampler.plain(self.model.logits(hidden), rows, positions)
-        self.batch.advance(rows, ids, positions)
-        return ids
+        hidden, positions = self.decode_forward(rows)
+        sampled = self._sampler.plain(self.model.logits(hidden), rows, positions)
+        return self.batch.advance(rows, sampled.ids, positions, sampled.values)
 
     def decode_forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [R, N] of one token for each slot, and the positions [R] of the next.
@@ -141,7 +135,8 @@ class Runner:
         """
         inputs = self.batch.decode_inputs(rows)
         self._plan_decode(inputs)
-        return self.model.forward(inputs, self.cache, self.backend), inputs.positions + 1
+        assert inputs.next_positions is not None, "decode rows sample"
+        return self.model.forward(inputs, self.cache, self.backend), inputs.next_positions
 
     def _plan_decode(self, inputs: StepInputs) -> None:
         assert inputs.decode is not None, "no decode rows"
@@ -172,20 +167,23 @@ class Runner:
         scores = self._scorer.score(step.chunks, chunks, hidden[len(decoding) :])
         slots = decoding + list(compress(step.chunks.slots, step.chunks.samples))
         if not slots:
-            return PendingStep(rows, [], None, scores, stopwatch)
+            return PendingStep(rows.int(), [], None, scores, stopwatch, self._staging)
         hidden, row_slots, positions = self._sampling_rows(inputs, chunks, hidden, rows)
-        ids, logprobs = self._sample(step, hidden, row_slots, positions, slots)
-        batch.advance(row_slots, ids, positions)
-        return PendingStep(ids, slots, logprobs, scores, stopwatch)
+        sampled = self._sample(step, hidden, row_slots, positions, slots)
+        ids = batch.advance(row_slots, sampled.ids, positions, sampled.values)
+        return PendingStep(ids, slots, sampled.logprobs, scores, stopwatch, self._staging)
 
     def _sampling_rows(
         self, inputs: StepInputs, chunks: ChunkColumns, hidden: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states [R, N], slots [R] and new tokens' positions [R]: decode rows first."""
         num_decodes = inputs.num_decodes
-        states = torch.cat((hidden[:num_decodes], hidden[num_decodes:][chunks.last_rows]))
+        last = hidden[num_decodes:][chunks.last_rows]
+        if inputs.next_positions is None:
+            return last, chunks.sampling_slots, chunks.sampling_ends
+        states = torch.cat((hidden[:num_decodes], last))
         slots = torch.cat((rows, chunks.sampling_slots))
-        positions = torch.cat((inputs.positions[:num_decodes] + 1, chunks.sampling_ends))
+        positions = torch.cat((inputs.next_positions, chunks.sampling_ends))
         return states, slots, positions
 
     def _sample(
@@ -195,11 +193,11 @@ class Runner:
         slots: torch.Tensor,
         positions: torch.Tensor,
         host_slots: list[int],
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+    ) -> Sampled:
         self._beat(Phase.SAMPLING)
         logits = self.model.logits(hidden)
         if not step.is_full_tail:
-            return self._sampler.plain(logits, slots, positions), None
+            return self._sampler.plain(logits, slots, positions)
         return self._sampler.full(logits, slots, positions, host_slots, step.masks)
 
     def _beat(self, phase: Phase) -> None:

@@ -12,11 +12,11 @@ R rows, V vocabulary columns of this rank.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 
+from nvserve.kernels.decode_step import BAD_TOKEN
 from nvserve.kernels.sampling import (
     apply_penalties,
     apply_token_mask,
@@ -31,7 +31,14 @@ from nvserve.workers.parallel import TensorParallel
 from nvserve.workers.sampling_state import SamplingState
 from nvserve.workers.staging import Staging
 
-BAD_TOKEN: Final = -1  # in place of a sampled id: the row's logits were not finite
+
+@dataclass
+class Sampled:
+    """What a tail yields. A row is bad, where its id is BAD_TOKEN or its value is not finite."""
+
+    ids: torch.Tensor  # [R] int64
+    values: torch.Tensor | None = None  # [R] float32, the winners' perturbed logits
+    logprobs: "DeviceLogprobs | None" = None
 
 
 @dataclass
@@ -60,19 +67,18 @@ class Sampler:
         self._shard = shard
         self._staging = staging
 
-    def plain(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Ids [R] int64 (or BAD_TOKEN) of greedy and temperature rows; a graph may hold it."""
+    def plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Sampled:
+        """Of greedy and temperature rows; a graph may hold it."""
         values, ids = gumbel_argmax(
             logits,
-            self._state.temperature[slots],
-            self._state.seeds[slots],
+            self._state.temperature,
+            self._state.seeds,
             positions,
             self._shard.first_token_id,
+            slots,
         )
         values, ids = self._parallel.best(values, ids)
-        return torch.where(values.isfinite(), ids, BAD_TOKEN)
+        return Sampled(ids, values)
 
     def full(
         self,
@@ -81,8 +87,8 @@ class Sampler:
         positions: torch.Tensor,
         host_slots: list[int],
         masks: Masks | None,
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
-        """Ids as above of rows of every kind, and logprobs of the rows that want some.
+    ) -> Sampled:
+        """Of rows of every kind, with logprobs of the rows that want some.
 
         `host_slots` are the same slots as the host knows them.
         """
@@ -103,7 +109,8 @@ class Sampler:
         ids = torch.where(is_sound, ids, BAD_TOKEN)
         if state.penalties is not None:
             count_tokens(state.penalties.output_counts, slots, ids)
-        return ids, self._logprobs(model_logits, ids, wanted) if wanted else None
+        logprobs = self._logprobs(model_logits, ids, wanted) if wanted else None
+        return Sampled(ids, None, logprobs)
 
     def _shaped(
         self,

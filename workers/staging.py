@@ -1,7 +1,8 @@
-"""Host values on their way to the device, without the host waiting for any copy.
+"""Values on their way between host and device, without the host waiting for any copy.
 
-On CUDA the copies start from pinned memory, which must not be written again before they ran: each
-step has a buffer of its own in a ring as long as the number of steps in flight.
+On CUDA the copies start from and end in pinned memory, which must not be written again before they
+ran and were read: each step has a buffer of its own in a ring as long as the number of steps in
+flight.
 """
 
 from typing import Final
@@ -21,16 +22,20 @@ class _Buffer:
         self.memory = torch.empty(CAPACITY_BYTES, dtype=torch.uint8, pin_memory=True)
         self.num_used = 0
         self.oversized: list[torch.Tensor] = []
-        self.copied = torch.cuda.Event()
+        self.copied: torch.cuda.Event | None = None  # of the uploads, where there were any
 
 
 class Staging:
-    """Uploads of one device. Call `begin` before a step's first upload and `end` after its last."""
+    """Copies of one device. Call `begin` before a step's first one and `end` after its last.
+
+    Downloads are there when the step is done, and to be read before RING more steps begin.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ring = [_Buffer() for _ in range(RING)] if device.type == "cuda" else []
         self._turn = 0
+        self._has_uploads = False  # since `begin`
 
     def begin(self) -> None:
         if not self._ring:
@@ -38,13 +43,18 @@ class Staging:
         self._turn = (self._turn + 1) % RING
         buffer = self._ring[self._turn]
         # Steps run in order and RING are in flight at most, so the step before is long done.
-        assert buffer.copied.query(), f"more than {RING} steps in flight"
+        is_over = buffer.copied is None or buffer.copied.query()
+        assert is_over, f"more than {RING} steps in flight"
+        buffer.copied = None
         buffer.num_used = 0
         buffer.oversized.clear()
 
     def end(self) -> None:
-        if self._ring:
-            self._ring[self._turn].copied.record()
+        if self._has_uploads:
+            buffer = self._ring[self._turn]
+            buffer.copied = torch.cuda.Event()
+            buffer.copied.record()
+            self._has_uploads = False
 
     def upload(self, values: "npt.NDArray[np.generic]") -> torch.Tensor:
         """A host array as a device tensor of the same shape and dtype."""
@@ -52,16 +62,23 @@ class Staging:
         host = torch.from_numpy(np.require(values, requirements=["C", "W"]))
         if not self._ring:
             return host
-        return self._pinned(host).to(self._device, non_blocking=True)
+        self._has_uploads = True
+        return self._pinned(host).copy_(host).to(self._device, non_blocking=True)
 
-    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
+    def download(self, values: torch.Tensor) -> torch.Tensor:
+        """A device tensor as it will be in host memory once the step is done."""
+        if values.device.type == "cpu":
+            return values
+        return self._pinned(values).copy_(values, non_blocking=True)
+
+    def _pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory of the step under way, of the shape and dtype of `like`."""
         buffer = self._ring[self._turn]
-        end = buffer.num_used + host.nbytes
+        end = buffer.num_used + like.nbytes
         if end > CAPACITY_BYTES:
-            pinned = host.pin_memory()
+            pinned = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
             buffer.oversized.append(pinned)
             return pinned
-        pinned = buffer.memory[buffer.num_used : end].view(host.dtype).view(host.shape)
+        pinned = buffer.memory[buffer.num_used : end].view(like.dtype).view(like.shape)
         buffer.num_used = -(-end // 16) * 16  # the next one's alignment
-        pinned.copy_(host)
         return pinned

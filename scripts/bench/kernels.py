@@ -233,7 +233,7 @@ class Stack:
                 mixed = backend.decode(q, cache[0], cache[1], meta, self.size**-0.5)
                 x = matmul.linear(mixed.flatten(1), w_out)
                 x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
-                x = matmul.silu_mul_linear(matmul.linear(x, w_in), w_down)
+                x = matmul.linear(matmul.linear_silu_mul(x, w_in), w_down)
                 x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
             logits = matmul.linear(x, self.head)
             sampling.gumbel_argmax(logits, temperature, positions, positions)

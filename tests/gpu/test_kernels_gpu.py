@@ -13,10 +13,12 @@ import torch
 from nvserve.kernels import (
     activation,
     attention,
+    decode_step,
     matmul,
     norm,
     reference,
     reference_sampling,
+    reference_step,
     rope,
     sampling,
 )
@@ -414,14 +416,18 @@ def test_linear_matches_the_reference(
 
 
 @on_gpu_only
-@pytest.mark.parametrize("num_tokens", [1, 2, 16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 32, 33])
 @pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
-def test_silu_mul_linear_matches_its_parts(num_tokens: int, outputs: int, inputs: int) -> None:
-    weight = random(outputs, inputs, dtype=torch.bfloat16)
-    gate_up = random(num_tokens, 2 * inputs, dtype=torch.bfloat16)
-    out = matmul.silu_mul_linear(gate_up, weight)
-    expected = reference.linear(reference.silu_and_mul(gate_up.float()), weight)
-    assert_close(out.float(), expected, 8e-3)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_silu_mul_matches_its_parts(
+    num_tokens: int, outputs: int, inputs: int, biased: bool
+) -> None:
+    x = random(num_tokens, inputs, dtype=torch.bfloat16)
+    weight = 0.1 * random(2 * outputs, inputs, dtype=torch.bfloat16)
+    bias = random(2 * outputs, dtype=torch.bfloat16) if biased else None
+    out = matmul.linear_silu_mul(x, weight, bias)
+    wide = reference.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert_close(out.float(), reference.silu_and_mul(wide), 1.2e-2)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -429,11 +435,58 @@ def test_silu_mul_linear_matches_its_parts(num_tokens: int, outputs: int, inputs
 def test_the_vector_kernel_matches_the_reference_at_ragged_edges(biased: bool) -> None:
     from nvserve.kernels import matmul_triton
 
-    x, weight, gate_up = random(1, 200), random(37, 200), random(1, 400)
-    bias = random(37) if biased else None
+    x, weight, gate_up = random(1, 200), random(37, 200), random(74, 200)
+    bias = random(74) if biased else None
     cut = matmul.SkinnyCut(8, 64, 1, 4)
-    out = matmul_triton.linear(x, weight, bias, cut)
-    assert_close(out, reference.linear(x, weight, bias), 2e-6)
-    out = matmul_triton.silu_mul_linear(gate_up, weight, bias, cut)
-    expected = reference.linear(reference.silu_and_mul(gate_up), weight, bias)
-    assert_close(out, expected, 2e-6)
+    short = None if bias is None else bias[:37]
+    out = matmul_triton.linear(x, weight, short, cut)
+    assert_close(out, reference.linear(x, weight, short), 2e-6)
+    out = matmul_triton.linear_silu_mul(x, gate_up, bias, cut)
+    assert_close(out, reference.silu_and_mul(reference.linear(x, gate_up, bias)), 2e-6)
+
+
+# -- around the model ------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_rms_norm_matches_the_reference(dtype: torch.dtype) -> None:
+    embedding, weight = random(11, 200, dtype=dtype), random(200, dtype=dtype)
+    tokens = torch.tensor([10, 0, 3, 3]).to(DEVICE)
+    out, rows = norm.embed_rms_norm(tokens, embedding, weight, 1e-6)
+    expected, expected_rows = reference.embed_rms_norm(tokens, embedding, weight, 1e-6)
+    assert torch.equal(rows, expected_rows)
+    assert_close(out, expected, TOLERANCE[dtype])
+
+
+def test_gather_rows_matches_the_reference_and_writes_tables_as_far_as_they_are_read() -> None:
+    num_slots, max_blocks = 9, 300
+    last_token = torch.arange(100, 100 + num_slots).to(DEVICE)
+    lengths = torch.tensor([0, 1, 15, 16, 17, 4799, 2064, 500, 0]).to(DEVICE)
+    table = torch.randint(1, 99, (num_slots, max_blocks), dtype=torch.int32).to(DEVICE)
+    rows = torch.tensor([5, 8, 0, 3, 2, 7, 8]).to(DEVICE)
+    tables, expected_tables = torch.zeros_like(table), torch.zeros_like(table)
+    got = decode_step.gather_rows(rows, last_token, lengths, table, tables, 16)
+    expected = reference_step.gather_rows(rows, last_token, lengths, table, expected_tables, 16)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    for row, length in enumerate(got.seq_lens.tolist()):
+        used = -(-length // 16)
+        assert torch.equal(tables[row, :used], expected_tables[row, :used])
+        assert not tables[row, used:].any()
+
+
+@pytest.mark.parametrize("has_values", [False, True])
+def test_advance_rows_matches_the_reference(has_values: bool) -> None:
+    slots = torch.tensor([3, 0, 6, 5, 6]).to(DEVICE)  # the last one is scratch
+    ids = torch.tensor([7, -1, 9, 11, 12]).to(DEVICE)
+    lengths = torch.tensor([4, 5, 6, 7, 8]).to(DEVICE)
+    values = torch.tensor([1.0, -3.0, 0.5, float("nan"), float("-inf")]).to(DEVICE)
+    states = [torch.full((7,), 50).to(DEVICE) for _ in range(4)]
+    chosen = values if has_values else None
+    out = decode_step.advance_rows(slots, ids, chosen, lengths, states[0], states[1], 6)
+    expected = reference_step.advance_rows(
+        slots, ids, chosen, lengths, states[2], states[3], 6, decode_step.BAD_TOKEN
+    )
+    assert torch.equal(out, expected)
+    assert out.dtype == torch.int32
+    assert torch.equal(states[0][:6], states[2][:6])  # of the scratch slot either token may stay
+    assert torch.equal(states[1], states[3])
+    assert out.tolist() == [7, -1, 9, *((-1, -1) if has_values else (11, 12))]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nvserve.kernels.ahead import after_norm, after_rope
 from nvserve.kernels.attention import AttentionBackend
-from nvserve.kernels.matmul import linear, silu_mul_linear
-from nvserve.kernels.norm import add_rms_norm, rms_norm
+from nvserve.kernels.matmul import linear, linear_silu_mul
+from nvserve.kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from nvserve.kernels.rope import qk_norm_rope_cache
 from nvserve.workers.kv_cache import KvCache
 from nvserve.workers.models.config import DecoderConfig, Shard
@@ -74,14 +75,15 @@ class Decoder:
         self, inputs: StepInputs, cache: KvCache, backend: AttentionBackend
     ) -> torch.Tensor:
         """Normalized hidden states [T, N]; writes the step's K and V to the cache."""
-        eps = self.config.norm_eps
-        residual = self._embed(inputs.tokens)
-        x = rms_norm(residual, self.layers[0].input_norm, eps)
+        eps, num_tokens = self.config.norm_eps, len(inputs.tokens)
+        x, residual = self._embed(inputs.tokens)
         for index, layer in enumerate(self.layers):
             if index > 0:
-                x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
+                ahead = after_norm(layer.qkv, num_tokens)
+                x, residual = add_rms_norm(x, residual, layer.input_norm, eps, ahead)
             x = self._attention(layer, x, inputs, cache.layers[index], backend)
-            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps)
+            ahead = after_norm(layer.gate_up, num_tokens)
+            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps, ahead)
             x = self._feed_forward(layer, x)
         x, _ = add_rms_norm(x, residual, self.final_norm, eps)
         return x
@@ -93,13 +95,16 @@ class Decoder:
             logits[:, self.shard.num_token_ids :] = float("-inf")
         return logits
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first layer reads, normalized, and as the residual; [T, N] each."""
+        norm, eps = self.layers[0].input_norm, self.config.norm_eps
         if self.shard.size == 1:
-            return F.embedding(tokens, self.embedding)
+            return embed_rms_norm(tokens, self.embedding, norm, eps)
         local = tokens - self.shard.first_token_id
         is_here = (local >= 0) & (local < self.shard.num_token_ids)
         rows = F.embedding(torch.where(is_here, local, 0), self.embedding)
-        return self._parallel.all_reduce(rows * is_here[:, None])
+        residual = self._parallel.all_reduce(rows * is_here[:, None])
+        return rms_norm(residual, norm, eps), residual
 
     def _attention(
         self,
@@ -120,14 +125,15 @@ class Decoder:
             inputs.slot_mapping,
             self.shard.num_heads,
             self.shard.num_kv_heads,
+            after_rope(layer.output, len(x)),
         )
         mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
         out = self._parallel.all_reduce(linear(mixed, layer.output))
         return out if layer.output_bias is None else out + layer.output_bias
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
-        out = self._parallel.all_reduce(silu_mul_linear(gate_up, layer.down))
+        active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
+        out = self._parallel.all_reduce(linear(active, layer.down))
         return out if layer.down_bias is None else out + layer.down_bias
 
     # -- weights -------------------------------------------------------------------------------

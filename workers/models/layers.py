@@ -79,6 +79,7 @@ class StepInputs:
     num_decodes: int
     decode: AttentionMetadata | None  # of the first num_decodes tokens
     prefill: AttentionMetadata | None  # of the others
+    next_positions: torch.Tensor | None = None  # [num_decodes] int64, of what they sample
 
 
 def attend(
