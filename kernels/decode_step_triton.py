@@ -14,7 +14,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     lengths_ptr,
     block_table_ptr,
     step_tables_ptr,
-    columns_ptr,  # [4, R] int64: tokens, positions, next positions, slot mapping
+    columns_ptr,  # [4, stride] int64: tokens, positions, next positions, slot mapping
     seq_lens_ptr,
     max_blocks,
     BLOCK_SIZE: tl.constexpr,
@@ -22,7 +22,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    num_rows = tl.num_programs(0)
+    stride = tl.cdiv(tl.num_programs(0), 2) * 2
     each = tl.arange(0, ENTRIES)
     start_next(PDL)
     inputs_ready(PDL)
@@ -33,9 +33,9 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     last = position // BLOCK_SIZE
     block = tl.load(table + last).to(tl.int64)
     tl.store(columns_ptr + row, token)
-    tl.store(columns_ptr + num_rows + row, position)
-    tl.store(columns_ptr + 2 * num_rows + row, position + 1)
-    tl.store(columns_ptr + 3 * num_rows + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(columns_ptr + stride + row, position)
+    tl.store(columns_ptr + 2 * stride + row, position + 1)
+    tl.store(columns_ptr + 3 * stride + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(seq_lens_ptr + row, (position + 1).to(tl.int32))
     step_table = step_tables_ptr + row.to(tl.int64) * max_blocks
     for first in range(0, last + 1, ENTRIES):
@@ -90,7 +90,8 @@ def gather_rows(
     assert step_tables.is_contiguous()
     assert step_tables.shape[0] >= num_rows
     assert step_tables.shape[1] == max_blocks
-    columns = rows.new_empty(4, num_rows)
+    # Columns start at multiples of 16 bytes: kernels are compiled for that, or once more without.
+    columns = rows.new_empty(4, -(-num_rows // 2) * 2)
     seq_lens = rows.new_empty(num_rows, dtype=torch.int32)
     if num_rows:
         _gather_kernel[(num_rows,)](
@@ -107,7 +108,7 @@ def gather_rows(
             num_warps=1,
             **launch_options(rows.device),
         )
-    tokens, positions, next_positions, slot_mapping = columns.unbind(0)
+    tokens, positions, next_positions, slot_mapping = columns[:, :num_rows].unbind(0)
     return tokens, positions, next_positions, slot_mapping, seq_lens
 
 

@@ -37,6 +37,7 @@ FLAGS: Final = {
     "shutdown_timeout_s": "--shutdown-timeout",
     "request_timeout_s": "--request-timeout",
     "disable_auth": "--no-auth",
+    "cors_origins": "--cors-origin",
 }
 MIN_API_KEY: Final = 8  # characters
 
@@ -135,7 +136,12 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
     help="Prompt and output tokens of one request.  [default: the model's context]",
 )
 @click.option("--max-num-seqs", type=int, default=256, help="Requests running at once.")
-@click.option("--max-num-batched-tokens", type=int, default=2048, help="Token budget of a step.")
+@click.option(
+    "--max-num-batched-tokens",
+    type=int,
+    default=None,
+    help="Token budget of a step.  [default: 8192 on CUDA, 2048 elsewhere]",
+)
 @click.option("--block-size", type=int, default=16, help="Tokens in a KV block.")
 @click.option("--num-kv-blocks", type=int, default=0, help="Exact pool size, 0 to measure.")
 @click.option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the card to use.")
@@ -178,6 +184,24 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
     "disable_auth",
     is_flag=True,
     help="Allow a --host other than loopback without a key.",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help='Origin of web pages that may call the server, "*" for all; may be repeated.',
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(["", "hermes", "llama3_json"]),
+    default="",
+    help="How the model writes tool calls; empty: only forced calls are parsed.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice(["", "think"]),
+    default="",
+    help="think: text between <think> and </think> is reasoning_content.",
 )
 @click.option(
     "--max-restarts",
@@ -260,6 +284,9 @@ def _resolve(fields: dict[str, Any], model: Model, *, is_demo: bool) -> None:
         fields["device"] = "cuda" if has_gpu() else "cpu"
     if fields["dtype"] == "auto":
         fields["dtype"] = model.dtype if fields["device"] == "cuda" else "float32"
+    if fields["max_num_batched_tokens"] is None:
+        # Wide enough that a GPU works on prompts at its full rate; fewer, longer steps.
+        fields["max_num_batched_tokens"] = 8192 if fields["device"] == "cuda" else 2048
     if fields["max_model_len"] is None:
         fields["max_model_len"] = model.facts.context_len
     zmq_port = fields.pop("zmq_port")

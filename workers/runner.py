@@ -8,10 +8,12 @@ R rows that sample, T tokens of the step, N hidden size.
 """
 
 from itertools import compress
+from typing import Final
 
 import torch
 
 from nvserve.kernels.attention import AttentionBackend
+from nvserve.kernels.dispatch import HAS_TRITON
 from nvserve.protocol.messages import Chunks, SchedulerOutput
 from nvserve.protocol.progress import Phase, ProgressPage
 from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
@@ -24,6 +26,9 @@ from nvserve.workers.pending_step import PendingStep, Stopwatch
 from nvserve.workers.prompt_scores import PromptScorer
 from nvserve.workers.sampler import Sampled, Sampler
 from nvserve.workers.staging import Staging
+
+# One of each kind that kernels are compiled for, beside the whole batch.
+COMPILED_ROWS: Final = (1, 2, 17, 33, 49)
 
 
 class Runner:
@@ -83,6 +88,25 @@ class Runner:
             pending = self._decode(step, stopwatch)
         self._staging.end()
         return pending
+
+    @torch.inference_mode()
+    def compile_kernels(self, num_tokens: int) -> None:
+        """Compile what warm_up and the common batch sizes need, kernels in parallel."""
+        if self.model.device.type != "cuda" or not HAS_TRITON:
+            return
+        # Triton is absent from CPU-only installs.
+        from nvserve.kernels.launch import compiling_only
+
+        # Two layers launch everything that all of them do.
+        layers, self.model.layers = self.model.layers, self.model.layers[:2]
+        try:
+            with compiling_only():
+                self.warm_up(num_tokens)
+                for num_rows in COMPILED_ROWS:
+                    self.plain_step(self.batch.rows[:num_rows])
+        finally:
+            self.model.layers = layers
+        self.batch.clear()
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
