@@ -129,10 +129,12 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         emitted: Sequence[int] = (),
+        timeout_s: float | None = None,
     ) -> Entry:
         """Journal a request and send it, now or once core is there; a 429 over the queue limit.
 
         While core answers, its own limit decides; this one holds when it is down or silent.
+        `timeout_s` replaces the configured time a request may take, 0 lifts it.
         """
         if max(self.journal.num_unanswered, len(self._unsent)) >= self._max_queued:
             raise ApiError(
@@ -142,13 +144,14 @@ class Engine:
                 retry_after_s=BUSY_RETRY_AFTER_S,
             )
         now = time.time()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         entry = Entry(
             request_id=self._next_id(),
             prompt=array("i", prompt).tobytes(),
             sampling=sampling,
             seed=seed,
             arrival=now,
-            deadline=now + self._timeout_s if self._timeout_s else 0.0,
+            deadline=now + limit_s if limit_s else 0.0,
             priority=priority,
             salt=salt,
             emitted=array("i", emitted),

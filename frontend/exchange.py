@@ -12,16 +12,20 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final
 
+from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.http_server import TRANSPORT
+from nvserve.frontend.params import resolve_timeout
 
 MAX_BODY_BYTES: Final = 32 << 20
 BODY_LIMIT_S: Final = 60.0  # for the whole body
 MAX_UNSENT_BYTES: Final = 1 << 20  # of one stream, in our buffers
 FLUSH_LIMIT_S: Final = 30.0  # for a reader to take what is left at the end
+TIMEOUT_HEADER: Final = b"x-request-timeout"
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
 
+_SECONDS: Final = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SANE_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Message = Any  # an ASGI event; its keys depend on its type
@@ -82,7 +86,7 @@ class EventStream:
 class Exchange:
     """A request and the one response to it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, cors: Cors) -> None:
         self.scope: Final = scope
         self.is_started = False
         self._receive: Final = receive
@@ -90,10 +94,16 @@ class Exchange:
         given = self.header(b"x-request-id")
         is_sane = given is not None and _SANE_ID.fullmatch(given)
         self.request_id: Final = given if given and is_sane else uuid.uuid4().hex.encode()
+        self._cors: Final = cors
 
     @property
     def method(self) -> str:
         return str(self.scope["method"])
+
+    @property
+    def is_preflight(self) -> bool:
+        is_asking = self.header(b"access-control-request-method") is not None
+        return self.method == "OPTIONS" and is_asking and self._cors.is_on
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of this lower-case name."""
@@ -101,6 +111,16 @@ class Exchange:
         return next((value for key, value in headers if key == name), None)
 
     # -- request ---------------------------------------------------------------------------------
+
+    def timeout_s(self) -> float | None:
+        """What X-Request-Timeout says in seconds; None without one."""
+        given = self.header(TIMEOUT_HEADER)
+        if given is None:
+            return None
+        name = "X-Request-Timeout"
+        if not _SECONDS.fullmatch(given):
+            raise ApiError(400, f"{name}: must be a number of seconds", param=name)
+        return resolve_timeout(float(given), name)
 
     def check_key(self, api_key: str) -> None:
         """A 401 unless the request carries the key; in time that does not depend on it."""
@@ -160,7 +180,15 @@ class Exchange:
 
     def own_headers(self) -> list[tuple[bytes, bytes]]:
         """What every response carries."""
-        return [(b"x-request-id", self.request_id)]
+        return [(b"x-request-id", self.request_id), *self._cors.headers(self.header(b"origin"))]
+
+    async def respond_preflight(self) -> None:
+        """Answer a browser that asks whether a page of another origin may go on."""
+        asked = self.header(b"access-control-request-headers")
+        headers = self._cors.preflight(self.header(b"origin"), asked)
+        if headers is None:
+            raise ApiError(403, "this origin is not allowed", code="origin_not_allowed")
+        await self.respond(b"", status=204, headers=headers)
 
     async def respond(
         self,

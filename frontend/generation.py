@@ -53,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     priority: int = 0
     salt: str = ""
     is_score_only: bool = False
+    timeout_s: float | None = None  # None takes the server's
 
 
 Sink = Callable[["Choice", Delta], None]
@@ -211,7 +212,7 @@ class Generation:
         self.eos_ids: Final = eos_ids
         self.plan: Final = plan
         self.needs_logprobs: Final = plan.sampling[0].logprobs >= 0
-        self.metrics: Final = RequestMetrics()
+        self.metrics: Final = RequestMetrics(len(plan.prompts) * plan.num_choices)
         self.choices: Final = [
             Choice(self, number * plan.num_choices + index, prompt, sampling)
             for number, (prompt, sampling) in enumerate(
@@ -270,7 +271,8 @@ class Generation:
     def put_out(self, choice: Choice, delta: Delta) -> None:
         """Pass a delta on, and end with the last one."""
         assert self._sink is not None, "tokens come after start"
-        self.metrics.note_tokens(len(delta.token_ids))
+        if delta.token_ids:
+            self.metrics.note_tokens(choice.index)
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             self._num_unfinished -= 1
@@ -307,6 +309,7 @@ class Generation:
             priority=plan.priority,
             salt=plan.salt,
             emitted=emitted,
+            timeout_s=plan.timeout_s,
         )
 
     def _abort_all(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgspec
 from starlette.routing import Route, Router
 
-from nvserve.frontend import metrics
+from nvserve.frontend import metrics, openapi
+from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
 from nvserve.frontend.generation import Choice, Delta, Generation, Plan
@@ -40,19 +41,35 @@ _encode: Final = msgspec.json.Encoder().encode
 def application(service: Service, api_key: str) -> Router:
     """Every route, guarded by the API key where one is set; only health is open to all."""
     api = _Api(service)
-    routes = [
-        Route("/v1/completions", _Endpoint("POST", api.completions, api_key)),
-        Route("/v1/chat/completions", _Endpoint("POST", api.chat, api_key)),
-        Route("/v1/models", _Endpoint("GET", api.models, api_key)),
-        Route("/v1/models/{name:path}", _Endpoint("GET", api.model, api_key)),
-        Route("/tokenize", _Endpoint("POST", api.tokenize, api_key)),
-        Route("/detokenize", _Endpoint("POST", api.detokenize, api_key)),
-        Route("/version", _Endpoint("GET", api.version, api_key)),
-        Route("/metrics", _Endpoint("GET", api.metrics, api_key)),
-        Route("/health", _Endpoint("GET", api.health, "")),
-        Route("/ready", _Endpoint("GET", api.ready, "")),
+    cors = Cors(service.config.cors_origins)
+    guarded: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/chat/completions", api.chat),
+        ("POST", "/v1/embeddings", _embeddings),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{name:path}", api.model),
+        ("POST", "/tokenize", api.tokenize),
+        ("POST", "/detokenize", api.detokenize),
+        ("GET", "/version", api.version),
+        ("GET", "/metrics", api.metrics),
+        ("GET", "/openapi.json", api.openapi),
     ]
-    return Router(routes, redirect_slashes=False, default=_Endpoint("", _not_found, ""))
+    open_to_all: list[tuple[str, str, Handler]] = [
+        ("GET", "/health", api.health),
+        ("GET", "/ready", api.ready),
+    ]
+    routes = [
+        Route(path, _Endpoint(method, handler, key, cors))
+        for key, group in ((api_key, guarded), ("", open_to_all))
+        for method, path, handler in group
+    ]
+    return Router(routes, redirect_slashes=False, default=_Endpoint("", _not_found, "", cors))
+
+
+async def _embeddings(exchange: Exchange) -> None:
+    raise ApiError(
+        400, "this server generates text; embeddings are not supported", code="not_supported"
+    )
 
 
 async def _not_found(exchange: Exchange) -> None:
@@ -62,14 +79,18 @@ async def _not_found(exchange: Exchange) -> None:
 class _Endpoint:
     """One route as an ASGI application: method, key, handler, and every error as a document."""
 
-    def __init__(self, method: str, handler: Handler, api_key: str) -> None:
+    def __init__(self, method: str, handler: Handler, api_key: str, cors: Cors) -> None:
         self._method: Final = method
+        self._cors: Final = cors
         self._handler: Final = handler
         self._api_key: Final = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._cors)
         try:
+            if exchange.is_preflight:  # a browser sends it without the key
+                await exchange.respond_preflight()
+                return
             if self._method and exchange.method != self._method:
                 raise ApiError(405, f"use {self._method} for this path", code="method_not_allowed")
             if self._api_key:
@@ -102,18 +123,22 @@ class _Api:
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
         self._service.check_open()
+        timeout_s = exchange.timeout_s()
         body = parse(CompletionBody, await exchange.read_json())
         self._service.check_model(body.model)
-        plan = await self._service.plan_completion(body)
+        plan = msgspec.structs.replace(
+            await self._service.plan_completion(body), timeout_s=timeout_s
+        )
         echoed = self._echoed(body, plan) if body.echo else []
         await self._generate(exchange, body, plan, is_chat=False, echoed=echoed)
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
         self._service.check_open()
+        timeout_s = exchange.timeout_s()
         body = parse(ChatBody, await exchange.read_json())
         self._service.check_model(body.model)
-        plan = await self._service.plan_chat(body)
+        plan = msgspec.structs.replace(await self._service.plan_chat(body), timeout_s=timeout_s)
         await self._generate(exchange, body, plan, is_chat=True, echoed=[])
 
     def _echoed(self, body: CompletionBody, plan: Plan) -> list[str]:
@@ -264,6 +289,10 @@ class _Api:
     async def version(self, exchange: Exchange) -> None:
         """GET /version."""
         await exchange.respond(_encode({"version": _version()}))
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """GET /openapi.json."""
+        await exchange.respond(openapi.document(_version()))
 
     async def metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""

@@ -58,6 +58,7 @@ class Frontend:
         self._drain: asyncio.Task[None] | None = None
         metrics.register(
             metrics.Sources(
+                model_name=setup.config.served_model_names[0],
                 stats=lambda: self._engine.stats,
                 condition=lambda: self._service.condition,
                 own_totals=self._own_totals,

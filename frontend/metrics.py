@@ -1,21 +1,19 @@
 """Prometheus metrics: what the frontend observed, core's counters and the launcher's restarts.
 
-Names are vLLM's under `nvserve:`. Histograms are fed once per first token or finished request;
-everything else is read only when scraped.
+Names, labels and buckets are vLLM's under `nvserve:`; of the served names, `model_name` is the
+first. Histograms are fed as tokens go out; everything else is read only when scraped. What core
+counts comes from one snapshot, so at every scrape the requests accepted are those that ended, run
+or wait.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nvserve.frontend.histogram import Histogram
 from nvserve.protocol.control import Condition
 from nvserve.protocol.messages import CoreStats, FinishReason
 
@@ -31,40 +29,50 @@ _SECONDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_TPOT_SECONDS: Final = (
+_GAP_SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3),
     *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"nvserve:{name}", text, buckets=buckets, registry=_REGISTRY)
-
-
-_TTFT: Final = _histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-_E2E: Final = _histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-_TPOT: Final = _histogram(
-    "request_time_per_output_token_seconds", "Mean gap of one request's tokens.", _TPOT_SECONDS
+_TTFT: Final = Histogram("nvserve:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+_GAP: Final = Histogram(
+    "nvserve:inter_token_latency_seconds", "Between a choice's tokens.", _GAP_SECONDS
 )
-_PROMPT: Final = _histogram("request_prompt_tokens", "Prompt tokens of one request.", _TOKENS)
-_OUTPUT: Final = _histogram("request_generation_tokens", "Output tokens of one request.", _TOKENS)
+_E2E: Final = Histogram("nvserve:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+_TPOT: Final = Histogram(
+    "nvserve:request_time_per_output_token_seconds",
+    "Mean gap of one request's tokens.",
+    _GAP_SECONDS,
+)
+_PROMPT: Final = Histogram("nvserve:request_prompt_tokens", "Prompt tokens of one choice.", _TOKENS)
+_OUTPUT: Final = Histogram(
+    "nvserve:request_generation_tokens", "Output tokens of one choice.", _TOKENS
+)
+_HISTOGRAMS: Final = (_TTFT, _GAP, _E2E, _TPOT, _PROMPT, _OUTPUT)
 
 
 class RequestMetrics:
     """The times of one client request."""
 
-    __slots__ = ("_arrival", "_first")
+    __slots__ = ("_arrival", "_first", "_last")
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int) -> None:
         self._arrival = time.monotonic()
         self._first = 0.0
+        self._last = [0.0] * num_choices  # when each put out tokens
 
-    def note_tokens(self, num_tokens: int) -> None:
-        """Tokens went out; only the first ones matter."""
-        if not self._first and num_tokens:
-            self._first = time.monotonic()
-            _TTFT.observe(self._first - self._arrival)
+    def note_tokens(self, choice_index: int) -> None:
+        """A choice put out tokens."""
+        now = time.monotonic()
+        last = self._last[choice_index]
+        self._last[choice_index] = now
+        if last:
+            _GAP.observe(now - last)
+        elif not self._first:
+            self._first = now
+            _TTFT.observe(now - self._arrival)
 
     def note_finish(self, generation: "Generation") -> None:
         """Every choice is complete."""
@@ -84,11 +92,13 @@ class Sources:
     def __init__(
         self,
         *,
+        model_name: str,
         stats: Callable[[], CoreStats | None],
         condition: Callable[[], Condition],
         own_totals: Callable[[], dict[str, int]],
         num_open: Callable[[], int],
     ) -> None:
+        self._labels: Final = {"model_name": model_name}
         self._stats: Final = stats
         self._condition: Final = condition
         self._own_totals: Final = own_totals
@@ -96,16 +106,16 @@ class Sources:
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
-        stats = self._stats()
+        stats, labels = self._stats(), self._labels
         if stats is not None:
-            yield from _core_gauges(stats)
-            yield from _core_totals(stats)
-        yield from _restarts(self._condition())
-        yield GaugeMetricFamily(
-            "nvserve:frontend_open_requests", "Requests in the journal.", self._num_open()
-        )
+            yield from _core_gauges(stats, labels)
+            yield from _core_totals(stats, labels)
+        yield from _restarts(self._condition(), labels)
+        yield _gauge("frontend_open_requests", "Requests in the journal.", self._num_open(), labels)
         for name, value in self._own_totals().items():
-            yield CounterMetricFamily(f"nvserve:{name}", f"Frontend: {name}.", value)
+            yield _counter(name, f"Frontend: {name}.", value, labels)
+        for histogram in _HISTOGRAMS:
+            yield histogram.family(labels)
 
 
 def register(sources: Sources) -> None:
@@ -118,7 +128,22 @@ def exposition() -> bytes:
     return generate_latest(_REGISTRY)
 
 
-def _core_gauges(stats: CoreStats) -> Iterable[Metric]:
+Labels = dict[str, str]
+
+
+def _gauge(name: str, text: str, value: float, labels: Labels) -> Metric:
+    family = GaugeMetricFamily(f"nvserve:{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, labels: Labels) -> Metric:
+    family = CounterMetricFamily(f"nvserve:{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _core_gauges(stats: CoreStats, labels: Labels) -> Iterable[Metric]:
     used = stats.num_blocks - stats.num_free_blocks
     age_s = time.time() - stats.last_step_time if stats.last_step_time else 0.0
     for name, text, value in (
@@ -130,10 +155,10 @@ def _core_gauges(stats: CoreStats) -> Iterable[Metric]:
         ("last_step_age_seconds", "Since the last committed step.", age_s),
         ("epoch", "Life of the worker group.", stats.epoch),
     ):
-        yield GaugeMetricFamily(f"nvserve:{name}", text, value)
+        yield _gauge(name, text, value, labels)
 
 
-def _core_totals(stats: CoreStats) -> Iterable[Metric]:
+def _core_totals(stats: CoreStats, labels: Labels) -> Iterable[Metric]:
     for name, text, value in (
         ("requests_accepted", "Requests taken.", stats.accepted_total),
         ("requests_refused", "Requests not taken.", stats.refused_total),
@@ -145,26 +170,28 @@ def _core_totals(stats: CoreStats) -> Iterable[Metric]:
         ("prefix_cache_hits", "Tokens found.", stats.prefix_hits_total),
         ("core_dropped_messages", "Useless messages.", stats.dropped_total),
     ):
-        yield CounterMetricFamily(f"nvserve:{name}", text, value)
+        yield _counter(name, text, value, labels)
     finished = CounterMetricFamily(
-        "nvserve:request_success", "Ended requests by reason.", labels=["finished_reason"]
+        "nvserve:request_success",
+        "Ended requests by reason.",
+        labels=[*labels, "finished_reason"],
     )
     for reason, total in zip(FinishReason, stats.finished_totals, strict=False):
         if reason:
-            finished.add_metric([reason.name.lower()], total)
+            finished.add_metric([*labels.values(), reason.name.lower()], total)
     yield finished
 
 
-def _restarts(condition: Condition) -> Iterable[Metric]:
+def _restarts(condition: Condition, labels: Labels) -> Iterable[Metric]:
     for role, total in (
         ("worker", condition.worker_restarts_total),
         ("core", condition.core_restarts_total),
         ("frontend", condition.frontend_restarts_total),
     ):
-        yield CounterMetricFamily(f"nvserve:{role}_restarts", f"Restarts of a {role}.", total)
+        yield _counter(f"{role}_restarts", f"Restarts of a {role}.", total, labels)
     recovery = GaugeMetricFamily(
-        "nvserve:recovery_seconds", "The last recovery, by phase.", labels=["phase"]
+        "nvserve:recovery_seconds", "The last recovery, by phase.", labels=[*labels, "phase"]
     )
     for phase, seconds in condition.recovery_seconds.items():
-        recovery.add_metric([phase], seconds)
+        recovery.add_metric([*labels.values(), phase], seconds)
     yield recovery

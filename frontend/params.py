@@ -20,6 +20,7 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 256
 MAX_SALT_CHARS: Final = 256
 MAX_PRIORITY: Final = 2**31 - 1
+MAX_TIMEOUT_S: Final = 86400.0
 SEED_MASK: Final = 2**63 - 1
 
 
@@ -157,6 +158,13 @@ def resolve_priority(priority: int | None) -> int:
     if priority is not None and not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority or 0
+
+
+def resolve_timeout(seconds: float | None, param: str) -> float | None:
+    """How long a request may take; None leaves it to the server's default."""
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
+        raise invalid(param, f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    return seconds
 
 
 def resolve_salt(salt: str | None) -> str:

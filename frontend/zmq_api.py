@@ -10,11 +10,12 @@ import logging
 from array import array
 from typing import Final, assert_never
 
+import msgspec
 import zmq
 
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.generation import Choice, Delta
-from nvserve.frontend.params import check_ids
+from nvserve.frontend.params import check_ids, resolve_timeout
 from nvserve.frontend.schema import explain
 from nvserve.frontend.service import Service
 from nvserve.frontend.zmq_connection import (
@@ -204,6 +205,8 @@ class Door:
         plan = await self._service.plan_client(
             params, prompt_of(submit), params.logprobs, params.prompt_logprobs
         )
+        timeout_s = resolve_timeout(params.timeout_s, "timeout_s")
+        plan = msgspec.structs.replace(plan, timeout_s=timeout_s)
         emitted = ids_of(submit.emitted, "emitted")
         check_ids(emitted, self._service.limits, "emitted")
         if len(emitted) > plan.sampling[0].max_tokens:

@@ -64,6 +64,7 @@ class ClientParams(SamplingFields, kw_only=True, forbid_unknown_fields=True, omi
 
     logprobs: int | None = None  # best alternatives reported per token, 0 = the chosen one alone
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second one on
+    timeout_s: float | None = None  # from its arrival; a later end is an error with status 504
 
 
 class ClientMessage(

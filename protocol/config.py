@@ -61,3 +61,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     sim_step_ms: Seconds = 0.0  # --device sim: fixed part of a step
     sim_token_ms: Seconds = 0.0  # --device sim: per-token part of a step
+    cors_origins: list[str] = []  # origins of web pages that may call the server, "*" = all
+    tool_call_parser: Literal["", "hermes", "llama3_json"] = ""  # how the model writes tool calls
+    reasoning_parser: Literal["", "think"] = ""  # how it marks its reasoning; empty = it does not

@@ -23,6 +23,7 @@ from nvserve.protocol.control import Condition, Drain, Peers, Ready, Role, Setup
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = str(ROOT / "scripts" / "demo_model")
 MODEL_NAME = "demo"
+LABEL = f'{{model_name="{MODEL_NAME}"}}'
 T = TypeVar("T")
 
 
@@ -109,9 +110,9 @@ class FrontendProcess:
             assert time.monotonic() < deadline, f"not ready within {limit_s} s"
 
     def wait_metric(self, name: str, value: float, limit_s: float = 20.0) -> None:
-        """Until a metric without labels has this value."""
+        """Until a metric with no label but the model's name has this value."""
         deadline = time.monotonic() + limit_s
-        while f"\n{name} {float(value)}\n" not in self.get("/metrics")[1].decode():
+        while f"\n{name}{LABEL} {float(value)}\n" not in self.get("/metrics")[1].decode():
             assert time.monotonic() < deadline, f"{name} is not {value} within {limit_s} s"
 
     def get(self, path: str) -> tuple[int, bytes]:

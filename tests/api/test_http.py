@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from api.fake_core import EOS, FakeCore, busy, tokens_of
-from api.frontend_process import DEMO_MODEL, MODEL_NAME, FrontendProcess
+from api.frontend_process import DEMO_MODEL, LABEL, MODEL_NAME, FrontendProcess
 from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
@@ -289,8 +289,9 @@ def test_models_and_tokens(frontend: FrontendProcess, client: openai.OpenAI) -> 
 def test_metrics_count_requests(frontend: FrontendProcess) -> None:
     frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
     lines = frontend.get("/metrics")[1].decode().splitlines()
-    assert "nvserve:request_generation_tokens_sum 3.0" in lines
-    assert "nvserve:time_to_first_token_seconds_count 1.0" in lines
+    assert f"nvserve:request_generation_tokens_sum{LABEL} 3.0" in lines
+    assert f"nvserve:time_to_first_token_seconds_count{LABEL} 1.0" in lines
+    assert f"nvserve:inter_token_latency_seconds_count{LABEL} 2.0" in lines
     assert any(line.startswith("nvserve:worker_restarts_total") for line in lines)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from api.frontend_process import FrontendProcess
+from api.frontend_process import LABEL, FrontendProcess
 
 from nvserve.protocol.codec import encode
 from nvserve.protocol.control import Exit, Failed
@@ -96,4 +96,4 @@ def test_nothing_stays_open_after_a_burst(shared: FrontendProcess) -> None:
         answers = list(pool.map(lambda body: shared.post("/v1/completions", body)[0], bodies))
     assert answers == [200] * 64
     lines = shared.get("/metrics")[1].decode().splitlines()
-    assert "nvserve:frontend_open_requests 0.0" in lines
+    assert f"nvserve:frontend_open_requests{LABEL} 0.0" in lines

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import urllib.request
 from typing import Any
 
@@ -70,9 +71,10 @@ class Asker:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics by name and labels."""
+        """The samples of /metrics by name and labels, the model's name left out."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S) as response:
-            lines = response.read().decode().splitlines()
+            text = response.read().decode()
+        lines = re.sub(r'\{?model_name="[^"]*"[,}]', "{", text).replace("{ ", " ").splitlines()
         samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
         return {name: float(value) for name, value in samples}
 
