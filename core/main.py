@@ -25,8 +25,11 @@ from nvserve.protocol.control import (
     EpochBroken,
     EpochReady,
     Exit,
+    Held,
+    Hold,
     Peers,
     Ready,
+    Searching,
     Setup,
     StartEpoch,
 )
@@ -56,6 +59,9 @@ class Core:
         self._frontend: Final = FrontendLink(context, setup.launch_dir, setup.life)
         self._workers: Final = WorkerLinks(context, setup.launch_dir, setup.life)
         self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
+        self._is_held = False  # no step is planned until the next epoch
+        self._owes_held = False
+        self._was_searching = False  # what the launcher was told last
         self._poller = zmq.Poller()
         self._watch()
         self._last_stats: CoreStats | None = None
@@ -74,6 +80,7 @@ class Core:
             self._read_frontend()
             self._read_workers(now)
             self._scheduler.expire(now)
+            self._tell_search()
             self._send_steps()
             self._replies.flush(self._frontend.send)
             self._send_stats(now)
@@ -90,6 +97,8 @@ class Core:
                     self._meet_frontend(message)
                 case StartEpoch():
                     self._start_epoch(message)
+                case Hold():
+                    self._is_held = self._owes_held = True
                 case Setup() | Condition() | Drain():
                     logger.error("%s is not for core", type(message).__name__)
         return False
@@ -108,8 +117,12 @@ class Core:
             return
         self._workers.connect(start.epoch, start.tp_size)
         self._watch()
+        self._is_held = False
         self._scheduler.start_epoch(
-            epoch=start.epoch, tp_size=start.tp_size, num_kv_blocks=start.num_kv_blocks
+            epoch=start.epoch,
+            tp_size=start.tp_size,
+            num_kv_blocks=start.num_kv_blocks,
+            is_blamed=start.is_blamed,
         )
         self._epoch_to_announce = start.epoch
         self._child.page.epoch, self._child.page.step = start.epoch, -1
@@ -140,12 +153,27 @@ class Core:
         """Plan until enough steps are in flight."""
         if not self._workers.is_connected:
             return
+        if self._is_held:
+            if self._owes_held and self._scheduler.is_idle:
+                self._owes_held = False
+                self._child.send(Held())
+            return
         while (step := self._scheduler.plan()) is not None:
             self._child.page.step = step.step
             rank = self._workers.send(step)
             if rank is not None:
                 fault = EpochFault(rank, step.step, f"rank {rank} takes no steps", is_blamed=False)
                 self._tell_broken(self._scheduler.fail_epoch(fault))
+
+    def _tell_search(self) -> None:
+        """Deaths while requests are on trial are part of the search, which the launcher must know.
+
+        Told before any step of the trial is sent.
+        """
+        num_suspects = len(self._scheduler.suspects)
+        if bool(num_suspects) != self._was_searching:
+            self._was_searching = bool(num_suspects)
+            self._child.send(Searching(num_suspects))
 
     def _tell_broken(self, broken: EpochBroken) -> None:
         logger.error("epoch %s broke in step %s: %s", broken.epoch, broken.step, broken.reason)

@@ -43,6 +43,7 @@ class Scheduler:
         self._replies: Final = replies
         self._deadlines: Final = Deadlines()
         self.suspects: Final = Suspects()
+        self._last_involved: list[Request] = []  # in flight when the last epoch ended, unblamed
         self.counters: Final = Counters()
         self.last_step_time = 0.0  # UNIX seconds of the last commit
         self.requests: Final[dict[int, Request]] = {}  # all that are not finished
@@ -143,9 +144,17 @@ class Scheduler:
 
     # -- epochs and steps in ---------------------------------------------------------------------
 
-    def start_epoch(self, *, epoch: int, tp_size: int, num_kv_blocks: int) -> None:
-        """Begin with empty slots and an empty cache; everybody computes again from the tokens."""
+    def start_epoch(
+        self, *, epoch: int, tp_size: int, num_kv_blocks: int, is_blamed: bool = False
+    ) -> None:
+        """Begin with empty slots and an empty cache; everybody computes again from the tokens.
+
+        `is_blamed`: a worker of the last epoch died in a way its requests may be the cause of.
+        """
         self.leave_epoch()
+        if is_blamed:
+            self._accuse(self._last_involved)
+        self._last_involved = []
         tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
         self.batch = Batch(self._limits.max_num_seqs, tables)
         self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
@@ -158,6 +167,7 @@ class Scheduler:
         """Preempt everybody; what is in flight is lost, and late reports of it are dropped."""
         if self.batch is None or self.ledger is None:
             return
+        self._last_involved = self.ledger.involved(-1)
         self.ledger = None
         self.counters.recovered += len(self.batch)
         for request in list(self.batch.running.values()):
@@ -187,10 +197,17 @@ class Scheduler:
         assert self.ledger is not None, "no epoch to fail"
         epoch, suspects = self.ledger.epoch, self.ledger.involved(fault.step)
         self.leave_epoch()
-        if fault.is_blamed and (condemned := self.suspects.accuse(suspects)) is not None:
-            self._end(condemned, FinishReason.ENGINE_FAULT)
+        if fault.is_blamed:
+            self._accuse(suspects)
+            self._last_involved = []
         request_ids = [request.request_id for request in suspects]
         return EpochBroken(epoch, fault.rank, fault.step, fault.reason, request_ids)
+
+    def _accuse(self, requests: list[Request]) -> None:
+        """Suspect those who go on, and fail the one that has crashed alone."""
+        condemned = self.suspects.accuse([one for one in requests if not one.is_finished])
+        if condemned is not None:
+            self._end(condemned, FinishReason.ENGINE_FAULT)
 
     def _commit(self, step: Step) -> None:
         """Make computed blocks findable, hand out tokens, finish who is done."""
@@ -207,6 +224,11 @@ class Scheduler:
         if len(self.suspects):
             self.suspects.absolve()
         self._replies.emit(emission)
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is in flight."""
+        return self.ledger is None or not self.ledger.num_in_flight
 
     # -- decisions out ---------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ class StepLedger:
     def report(self, message: Report) -> bool:
         """Note a rank's answer; False for a repeated one. EpochFault when it is wrong."""
         match message:
+            case StepFailed(is_peer_lost=True):  # the launcher knows who died, and of what
+                raise EpochFault(-1, message.step, message.message, is_blamed=False)
             case StepFailed():
                 raise EpochFault(message.rank, message.step, message.message)
             case Gap():

@@ -19,7 +19,8 @@ import setproctitle
 
 from nvserve.protocol.channel import ControlChannel
 from nvserve.protocol.codec import BadFrame, decode_to_child, encode
-from nvserve.protocol.control import Setup, StartEpoch, ToChild
+from nvserve.protocol.control import Inject, Setup, StartEpoch, ToChild
+from nvserve.protocol.faults import Faults, install
 from nvserve.protocol.progress import ProgressPage, page_path
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Child:
         self.setup: Final = setup
         self.control: Final = control
         self.page: Final = page
+        self.faults: Final[Faults | None] = install() if setup.config.enable_faults else None
 
     def send(self, message: msgspec.Struct) -> bool:
         """Tell the launcher; False, with nothing sent, when it does not read or is gone."""
@@ -60,9 +62,18 @@ class Child:
         except BadFrame as error:
             logger.error("skipped a malformed control message: %s", error)
             return None
+        if isinstance(message, Inject):
+            self._arm(message)
+            return None
         if isinstance(message, StartEpoch) and message.rank >= 0:
             set_title(f"worker {message.rank}")
         return message
+
+    def _arm(self, fault: Inject) -> None:
+        if self.faults is None:
+            logger.error("refused %s: launched without --enable-faults", fault)
+        else:
+            self.faults.arm(fault)
 
 
 def bootstrap(argv: list[str]) -> Child:

@@ -2,13 +2,14 @@
 
 | direction           | messages                                                        |
 |---------------------|-----------------------------------------------------------------|
-| launcher -> child   | Setup first; StartEpoch, Peers, Condition, Drain, Exit           |
-| child -> launcher   | Progress, Ready, EpochReady, EpochBroken, Drained, Failed |
+| launcher -> child   | Setup first; StartEpoch, Peers, Condition, Hold, Drain, Exit; Inject |
+| child -> launcher   | Progress, Ready, EpochReady, EpochBroken, Searching, Held, Drained, Failed |
 
 Who gets what: StartEpoch goes to workers (join the group of that epoch under that rank, then answer
 EpochReady) and, once every rank is ready, to core (connect to the workers of that epoch and serve;
 core then answers EpochReady too). Peers goes to frontend and core, and names the sockets between
-them. Condition and Drain go to the frontend.
+them. Condition and Drain go to the frontend, Hold to core. Inject goes to the process that shall
+misbehave, in a launch that allows it.
 """
 
 import enum
@@ -50,6 +51,7 @@ class StartEpoch(Message, frozen=True):
     tp_size: int
     rank: int = -1
     num_kv_blocks: int = 0
+    is_blamed: bool = False  # core: requests in flight may have killed a worker of the last epoch
 
 
 class Peers(Message, frozen=True):
@@ -57,6 +59,7 @@ class Peers(Message, frozen=True):
 
     frontend_life: int
     core_life: int
+    is_blamed: bool = False  # frontend: requests that core's last life held may have killed it
 
 
 class State(enum.StrEnum):
@@ -78,6 +81,10 @@ class Condition(Message, frozen=True):
     core_restarts_total: int = 0
     frontend_restarts_total: int = 0
     recovery_seconds: dict[str, float] = msgspec.field(default_factory=dict)  # last one, by phase
+
+
+class Hold(Message, frozen=True):
+    """Core: plan no further step, finish those in flight, then answer Held. A new epoch ends it."""
 
 
 class Drain(Message, frozen=True):
@@ -123,6 +130,19 @@ class EpochBroken(Message, frozen=True):
     suspects: list[int] = msgspec.field(default_factory=list)  # request ids of the failed step
 
 
+class Searching(Message, frozen=True):
+    """How many requests the sender suspects of a crash; sent when that begins or ends.
+
+    Deaths during such a search are part of it.
+    """
+
+    num_suspects: int
+
+
+class Held(Message, frozen=True):
+    """Core has no step in flight and plans none."""
+
+
 class Drained(Message, frozen=True):
     """Every stream of the frontend has ended."""
 
@@ -133,5 +153,36 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToChild = Setup | StartEpoch | Peers | Condition | Drain | Exit
-FromChild = Progress | Ready | EpochReady | EpochBroken | Drained | Failed
+class FaultKind(enum.StrEnum):
+    """What a process can be told to do wrong; see faults.py."""
+
+    KILL = "kill"  # SIGKILL to itself, as from outside
+    CRASH = "crash"  # abort(), as a bug would
+    STOP = "stop"  # SIGSTOP to itself
+    SLOW = "slow"  # sleep, without a beat
+    EXCEPTION = "exception"
+    OOM = "oom"
+    NAN = "nan"  # not-a-number among the logits
+    SHAPE = "shape"  # one id too few in the result
+    DROP = "drop"  # the rest are done to messages sent
+    DELAY = "delay"
+    DUPLICATE = "duplicate"
+    CORRUPT = "corrupt"
+
+
+class Inject(Message, frozen=True):
+    """Misbehave at a point to come; ignored, with an error logged, without --enable-faults."""
+
+    kind: FaultKind
+    step: int = -1  # a worker's step of this number or a later one; -1 = the next
+    phase: str = ""  # worker: launch (a step) or begin (an epoch); empty = launch
+    message: str = ""  # message faults: the name of the message, empty = any
+    seconds: float = 0.0  # slow, delay
+    count: int = 1  # how often
+    seed: int = 0  # which bytes are corrupted
+    token: int = -1  # only where this token id is in the prompt: makes a request poisonous
+
+
+ToChild = Setup | StartEpoch | Peers | Condition | Hold | Drain | Exit
+FromLauncher = ToChild | Inject
+FromChild = Progress | Ready | EpochReady | EpochBroken | Searching | Held | Drained | Failed

@@ -343,6 +343,7 @@ class StepFailed(Message, frozen=True):
     step: int
     rank: int
     message: str
+    is_peer_lost: bool = False  # another rank is gone: the requests of this step are not the cause
 
 
 class Gap(Message, frozen=True):

@@ -21,9 +21,12 @@ from nvserve.protocol.control import (
     EpochReady,
     Exit,
     FromChild,
+    Held,
+    Hold,
     Peers,
     Ready,
     Role,
+    Searching,
     Setup,
     StartEpoch,
 )
@@ -82,6 +85,7 @@ class Rig:
         config = Config(
             model="m", facts=facts, served_model_names=["m"], max_model_len=64, block_size=4
         )
+        self.searches: list[int] = []
         self.tell(Setup(config, Role.CORE, CORE_LIFE, self.launch_dir))
         self.expect_control(Ready)
 
@@ -101,7 +105,11 @@ class Rig:
     def expect_control(self, kind: type[T]) -> T:
         def poll() -> FromChild | None:
             frame = self.control.receive()
-            return None if frame is None else decode_from_child(frame)
+            message = None if frame is None else decode_from_child(frame)
+            if isinstance(message, Searching):
+                self.searches.append(message.num_suspects)
+                return None
+            return message
 
         message = wait_for(poll)
         assert isinstance(message, kind), message
@@ -149,7 +157,7 @@ class Rig:
 
     # -- workers
 
-    def start_epoch(self, tp_size: int) -> None:
+    def start_epoch(self, tp_size: int, *, is_blamed: bool = False) -> None:
         self.epoch += 1
         self.step_inboxes = [
             Inbox(self.context, channel.core_to_worker(self.launch_dir, self.epoch, rank))
@@ -158,7 +166,7 @@ class Rig:
         address = channel.worker_to_core(self.launch_dir, self.epoch)
         self.reports = [Outbox(self.context, address) for _ in range(tp_size)]
         self.sockets += [*self.step_inboxes, *self.reports]
-        self.tell(StartEpoch(self.epoch, tp_size, num_kv_blocks=40))
+        self.tell(StartEpoch(self.epoch, tp_size, num_kv_blocks=40, is_blamed=is_blamed))
         for rank, outbox in enumerate(self.reports):
             outbox.send(encode(Hello(self.epoch, rank)))
         for inbox in self.step_inboxes:
@@ -174,12 +182,15 @@ class Rig:
         step = steps[0]
         assert isinstance(step, SchedulerOutput)
         assert all(other == step for other in steps)
+        self.answer(step, tokens)
+        return step
+
+    def answer(self, step: SchedulerOutput, tokens: list[int]) -> None:
         column = pack_ids(tokens)
         checksum = zlib.crc32(column)
         self.reports[0].send(encode(ModelOutput(self.epoch, step.step, column, checksum=checksum)))
         for rank, outbox in enumerate(self.reports[1:], start=1):
             outbox.send(encode(StepDone(self.epoch, step.step, rank, checksum)))
-        return step
 
 
 @pytest.fixture
@@ -243,11 +254,41 @@ def test_a_failed_step_is_told_to_the_launcher_and_survived(rig: Rig) -> None:
     broken = rig.expect_control(EpochBroken)
     assert (broken.epoch, broken.step, broken.reason, broken.suspects) == (0, 1, "NaN", [7])
     rig.start_epoch(tp_size=1)
+    assert rig.searches == [1]
     step = rig.run_step([12])
     assert step.chunks is not None
     assert unpack_ids(step.chunks.tokens) == [1, 2, 3, 11]
     emits = rig.expect_reply(Emits)
     assert (emits.firsts, unpack_ids(emits.tokens)) == ([1], [12])
+
+
+def test_a_held_core_plans_nothing_until_the_next_epoch(rig: Rig) -> None:
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    rig.submit(7, max_tokens=9)
+    rig.run_step([11])
+    in_flight = [rig.expect_step_message(rig.step_inboxes[0]) for _ in range(2)]
+    rig.tell(Hold())
+    for step in in_flight:
+        assert isinstance(step, SchedulerOutput)
+        rig.answer(step, [12])
+    rig.expect_control(Held)
+    rig.start_epoch(tp_size=1)
+    assert rig.run_step([14]).step == 0
+
+
+def test_requests_of_an_epoch_that_the_launcher_blames_are_suspects(rig: Rig) -> None:
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    rig.submit(7, max_tokens=3)
+    rig.run_step([11])
+    rig.reports[0].send(encode(StepFailed(0, 1, 0, "gone", is_peer_lost=True)))
+    broken = rig.expect_control(EpochBroken)
+    assert broken.rank == -1
+    assert rig.searches == []
+    rig.start_epoch(tp_size=1, is_blamed=True)
+    if not rig.searches:
+        assert decode_from_child(wait_for(rig.control.receive)) == Searching(1)
 
 
 def test_a_new_frontend_starts_with_nothing_and_the_old_requests_are_gone(rig: Rig) -> None:

@@ -85,6 +85,11 @@ class TorchEngine:
         assert self._runner is not None, "no epoch has begun"
         return self._runner
 
+    @property
+    def final_norm(self) -> torch.Tensor:
+        """The last norm's weights [N], for injected faults."""
+        return self.runner.model.final_norm
+
     def launch(self, step: SchedulerOutput) -> PendingStep:
         return self.runner.launch(step)
 

@@ -185,7 +185,8 @@ class EpochServer:
         else:
             logger.error("step %d failed", step, exc_info=error)
         message = f"{type(error).__name__}: {error}"
-        self._send(StepFailed(self._epoch, step, self._rank, message))
+        is_peer_lost = isinstance(error, PeerLost)
+        self._send(StepFailed(self._epoch, step, self._rank, message, is_peer_lost))
 
     def _give_up(self) -> None:
         """Run nothing more in this epoch, and free the peers that wait for this rank."""
@@ -236,7 +237,17 @@ class Reporter:
 
 
 def make_engine(child: Child) -> Engine:
-    """The device this launch asks for. torch costs seconds, so only real devices import it."""
+    """The device this launch asks for, around it the faults of a launch that allows them."""
+    engine = _make_device(child)
+    if child.faults is None:
+        return engine
+    from nvserve.workers.faulty_engine import FaultyEngine  # a launch without faults has no such
+
+    return FaultyEngine(engine, child.faults)
+
+
+def _make_device(child: Child) -> Engine:
+    """torch costs seconds, so only real devices import it."""
     config, page = child.setup.config, child.page
     if config.device == "sim":
         from nvserve.workers.sim import SimEngine

@@ -5,10 +5,13 @@ Free of torch, so that the simulated device starts without it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nvserve.protocol.control import EpochReady, StartEpoch
 from nvserve.protocol.messages import Logprobs, SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
 
 Wait = Callable[[float], None]  # waits at most that many seconds, or raises to give up
 Report = Callable[[str, float], None]  # a phase of starting, and the part of it that is done
@@ -73,3 +76,11 @@ class Engine(Protocol):
     def end(self) -> None:
         """Leave the group, which frees peers that wait for this rank."""
         ...
+
+
+@runtime_checkable
+class NormOwner(Protocol):
+    """An engine with real weights: the last norm's, through which every logit goes."""
+
+    @property
+    def final_norm(self) -> "torch.Tensor": ...
