@@ -19,21 +19,17 @@ from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.launch import UsageError, build_config, launch
 from nvserve.scripts.model_facts import DEMO_MODEL
 
-SETTINGS: dict[str, Any] = {
-    "served_model_names": (),
-    "tp_size": 1,
-    "host": "127.0.0.1",
-    "port": 8000,
-    "zmq_port": None,
-    "device": "cpu",
-    "dtype": "auto",
-    "load_format": "auto",
-    "max_model_len": None,
-}
+NOT_IN_CONFIG = {"model", "api_key_file", "quiet", "parent_pid"}
+
+
+def default_settings() -> dict[str, Any]:
+    """What `launch` gets when no flag is given, on a machine without a GPU."""
+    params = launch.make_context("launch", ["--device", "cpu"]).params
+    return {name: value for name, value in params.items() if name not in NOT_IN_CONFIG}
 
 
 def config_of(path: Path | None = None, *, has_key: bool = False, **settings: Any) -> Any:
-    return build_config(path, SETTINGS | settings, has_key=has_key)
+    return build_config(path, default_settings() | settings, has_key=has_key)
 
 
 def make_model(folder: Path, **changes: Any) -> Path:
