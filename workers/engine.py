@@ -56,6 +56,8 @@ class TorchEngine:
         self._model: Decoder | None = None
         self._cache: KvCache | None = None
         self._runner: Runner | None = None
+        self._is_warm = False  # the largest step ran since the weights were loaded
+        self._compile_s = 0.0
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
@@ -67,15 +69,20 @@ class TorchEngine:
         self._parallel.join(launch_dir, start.epoch, model.device, wait)
         joined = time.monotonic()
         report("warm-up", 0.0)
+        self._compile_s = 0.0
         runner = self._make_runner(model, start)
-        runner.warm_up(self._num_warm_up_tokens(model.device))
+        if not self._is_warm or self._parallel.size > 1:  # a new group has yet to connect
+            self._compile(runner)
+            runner.warm_up(self._num_warm_up_tokens(model.device))
+            self._is_warm = True
         warm = time.monotonic()
         if self._wants_graphs(runner):
             runner.use_graphs(self._config.max_num_seqs)
         phases = {
             "weights": loaded - began,
             "group": joined - loaded,
-            "warm-up": warm - joined,
+            "compile": self._compile_s,
+            "warm-up": warm - joined - self._compile_s,
             "graphs": time.monotonic() - warm,
         }
         return EpochReady(start.epoch, runner.batch.num_blocks, phases, runner.backend.name)
@@ -115,6 +122,7 @@ class TorchEngine:
         if self._model is not None and place == (self._parallel.rank, self._parallel.size):
             return self._model
         self._model = self._cache = self._runner = None
+        self._is_warm = False
         architecture = read_config(Path(self._config.model))
         check_parallel(architecture, start.tp_size)
         device = self._open_device(start)
@@ -188,10 +196,17 @@ class TorchEngine:
     def _peak_bytes(self, model: Decoder) -> int:
         """Memory that the largest step takes beyond what is there before it."""
         runner = self._assemble(model, self._make_cache(model, 1))
+        self._compile(runner)
         before = torch.cuda.memory_allocated(model.device)
         torch.cuda.reset_peak_memory_stats(model.device)
         runner.warm_up(self._config.max_num_batched_tokens)
+        self._is_warm = True
         return torch.cuda.max_memory_allocated(model.device) - before
+
+    def _compile(self, runner: Runner) -> None:
+        began = time.monotonic()
+        runner.compile_kernels(self._num_warm_up_tokens(runner.model.device))
+        self._compile_s += time.monotonic() - began
 
     def _assemble(self, model: Decoder, cache: KvCache) -> Runner:
         staging = Staging(model.device)
