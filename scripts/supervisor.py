@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
+import msgspec
+
 from nvserve.protocol.child import set_title
 from nvserve.protocol.codec import BadFrame
 from nvserve.protocol.config import Config
@@ -212,8 +214,10 @@ class Supervisor:
 
     def _start(self, child_id: ChildId, name: str) -> None:
         is_frontend = child_id.role is Role.FRONTEND
+        # A later frontend opens the ZMQ door at the port of the first, where clients look for it.
+        zmq_endpoint = self._times.zmq_endpoint or self.config.zmq_endpoint
         setup = Setup(
-            config=self.config,
+            config=msgspec.structs.replace(self.config, zmq_endpoint=zmq_endpoint),
             role=child_id.role,
             life=child_id.life,
             launch_dir=str(self._directory.path),
