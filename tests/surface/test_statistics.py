@@ -1,0 +1,123 @@
+"""What a worker's sampler draws, 20 000 times a kind, against the distribution in plain words."""
+
+import math
+
+import pytest
+import torch
+from step_driver import make_driver, save_model
+
+from nvserve.protocol.messages import NewRows, pack_ids
+from nvserve.protocol.sampling import SamplingParams
+from nvserve.workers.parallel import TensorParallel
+from nvserve.workers.sampler import Sampler
+from nvserve.workers.sampling_state import SamplingState
+from nvserve.workers.staging import Staging
+
+NUM_DRAWS, NUM_SLOTS = 20_000, 8
+VOCAB = 97
+PROMPT, OUTPUT = [3, 3, 7, 20], [4, 4, 4, 9, 20]
+KINDS = {
+    "temperature": SamplingParams(1.7),
+    "cold": SamplingParams(0.4),
+    "top_k": SamplingParams(0.9, top_k=12),
+    "top_p": SamplingParams(1.1, top_p=0.8),
+    "min_p": SamplingParams(1.0, min_p=0.15),
+    "all three": SamplingParams(1.2, top_p=0.9, top_k=30, min_p=0.05),
+    "penalties": SamplingParams(
+        1.0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.4
+    ),
+    "bias": SamplingParams(1.0, logit_bias={4: 2.0, 9: -3.0}),
+    "penalties and top_k": SamplingParams(1.0, top_k=9, presence_penalty=1.5),
+}
+
+
+def expected(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities [V] of the next token behind PROMPT and OUTPUT."""
+    values = logits.double().clone()
+    for token_id, bias in params.logit_bias.items():
+        values[token_id] += bias
+    for token_id in set(PROMPT + OUTPUT):
+        factor = params.repetition_penalty
+        values[token_id] = (
+            values[token_id] / factor if values[token_id] > 0 else values[token_id] * factor
+        )
+    for token_id in set(OUTPUT):
+        values[token_id] -= params.presence_penalty
+        values[token_id] -= params.frequency_penalty * OUTPUT.count(token_id)
+    values /= params.temperature
+    if params.top_k > 0:
+        values[values < values.topk(params.top_k).values[-1]] = -math.inf
+    if params.top_p < 1.0:
+        order = values.argsort(descending=True)
+        before = values[order].softmax(0).cumsum(0) - values[order].softmax(0)
+        values[order[before >= params.top_p]] = -math.inf
+    if params.min_p > 0.0:
+        probabilities = values.softmax(0)
+        values[probabilities < params.min_p * probabilities.max()] = -math.inf
+    return values.softmax(0)
+
+
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Of Pearson's statistic over the classes expected 5 times or more; the rest is one class."""
+    wanted = probabilities * counts.sum()
+    is_large = wanted >= 5
+    small = ~is_large
+    got = torch.cat((counts[is_large], counts[small].sum()[None]))
+    wanted = torch.cat((wanted[is_large], wanted[small].sum()[None]))
+    got, wanted = got[wanted > 0], wanted[wanted > 0]
+    statistic = torch.tensor(float(((got - wanted) ** 2 / wanted).sum()))
+    half_freedom = torch.tensor((len(got) - 1) / 2)
+    return float(torch.special.gammaincc(half_freedom, statistic / 2))
+
+
+@pytest.fixture(scope="module")
+def sampler_parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplingState, Sampler]:
+    folder = tmp_path_factory.mktemp("statistics")
+    save_model(folder / "model", "LlamaForCausalLM")
+    runner = make_driver(folder / "model", folder).runner
+    cpu = torch.device("cpu")
+    staging = Staging(cpu)
+    state = SamplingState(
+        num_slots=NUM_SLOTS, vocab_size=VOCAB, eos_token_ids=[1], device=cpu, staging=staging
+    )
+    return state, Sampler(state, TensorParallel(), runner.model.shard, staging)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_follow_the_exact_distribution(
+    sampler_parts: tuple[SamplingState, Sampler], kind: str
+) -> None:
+    state, sampler = sampler_parts
+    params = KINDS[kind]
+    state.clear()
+    slots = list(range(NUM_SLOTS))
+    histories = [pack_ids(PROMPT)] * NUM_SLOTS, [pack_ids(OUTPUT)] * NUM_SLOTS
+    state.add(NewRows(slots, [params] * NUM_SLOTS, [1000 + slot for slot in slots], *histories))
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+    counts = torch.zeros(VOCAB, dtype=torch.float64)
+    host_slots = slots * 50
+    rows = torch.tensor(host_slots)
+    for first in range(0, NUM_DRAWS // NUM_SLOTS, 50):
+        positions = torch.arange(first, first + 50).repeat_interleave(NUM_SLOTS)
+        if state.penalties is not None:  # every draw is the one behind OUTPUT
+            for slot in slots:
+                state.penalties.set(slot, pack_ids(PROMPT), pack_ids(OUTPUT), Staging(rows.device))
+        table = logits.repeat(len(rows), 1)
+        sampled = (
+            sampler.full(table, rows, positions, host_slots, None)
+            if params.needs_full_tail
+            else sampler.plain(table, rows, positions)
+        )
+        counts += torch.bincount(sampled.ids, minlength=VOCAB)
+    probabilities = expected(logits, params)
+    assert counts.sum() == NUM_DRAWS
+    assert not counts[probabilities == 0].any(), "a token was drawn that is cut off"
+    assert p_value(counts, probabilities) > 0.001
+
+
+def test_the_p_value_tells_a_wrong_distribution() -> None:
+    right = torch.full((10,), 0.1, dtype=torch.float64)
+    counts = torch.tensor([2000.0] * 9 + [2000.0], dtype=torch.float64)
+    assert p_value(counts, right) > 0.9
+    counts[0], counts[1] = 2250.0, 1750.0
+    assert p_value(counts, right) < 0.001
