@@ -229,6 +229,8 @@ class Service:
                     prompt_logprobs=prompt_logprobs,
                 )
             sampling.append(by_max_tokens[room])
+        if self.config.device == "sim":
+            _refuse_what_needs_a_model(sampling[0])
         is_score_only = asked == 0 and prompt_logprobs is not None
         if is_score_only:  # scores come with a prefill, and a prefill ends with a token
             sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
@@ -260,3 +262,14 @@ class Service:
 def _most(*counts: int | None) -> int | None:
     """The largest count that was given."""
     return max((count for count in counts if count is not None), default=None)
+
+
+def _refuse_what_needs_a_model(sampling: SamplingParams) -> None:
+    """The simulated device has no logits: what depends on them is refused, not made up."""
+    for param, is_asked in (
+        ("logprobs", sampling.logprobs >= 0),
+        ("prompt_logprobs", sampling.prompt_logprobs >= 0),
+        ("grammar", bool(sampling.grammar)),
+    ):
+        if is_asked:
+            raise invalid(param, "is not available on --device sim", "unsupported_parameter")
