@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from nvserve.protocol.channel import ControlChannel
 from nvserve.protocol.codec import BadFrame, decode_from_child, encode
-from nvserve.protocol.control import FromChild, Role, Setup, ToChild
+from nvserve.protocol.control import FromChild, FromLauncher, Role, Setup
 from nvserve.protocol.progress import Snapshot, page_path, read_page
 from nvserve.scripts.hangs import ChildId
 
@@ -31,7 +32,24 @@ MAX_TAIL: Final = 50  # lines kept for a crash report
 MAX_LINE_BYTES: Final = 16384  # a longer line is cut
 READ_BYTES: Final = 65536
 STACKS_S: Final = 0.1  # from the request for stacks to SIGKILL
+FROM_OUTSIDE: Final = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
 REAP_LIMIT_S: Final = 1.0  # a readable pidfd means that it is over already
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a child ended."""
+
+    text: str  # to be read after its name
+    signal: int = 0  # 0 = it exited by itself
+
+    def is_crash(self, *, has_oom_struck: bool) -> bool:
+        """It was its own doing: not a signal that people and managers send."""
+        if self.signal == signal.SIGKILL:
+            return has_oom_struck
+        return self.signal not in FROM_OUTSIDE
 
 
 class Child:
@@ -68,7 +86,7 @@ class Child:
         self._page: Final = page_path(setup.launch_dir, child.role.value, child.life)
         self.send(setup)
 
-    def send(self, message: ToChild) -> bool:
+    def send(self, message: FromLauncher) -> bool:
         """False, with nothing sent, when it is gone or has not read for long."""
         return self.control.send(encode(message))
 
@@ -117,9 +135,9 @@ class Child:
     def kill(self, *, wants_stacks: bool = False) -> None:
         """SIGKILL; with `wants_stacks` its Python stacks go to its output first, if it can run."""
         if wants_stacks and not self.is_stopped():
-            self._signal(signal.SIGUSR1)
+            self.signal(signal.SIGUSR1)
             self.wait(STACKS_S)
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """It has ended, or ended in time."""
@@ -127,15 +145,16 @@ class Child:
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
 
-    def reap(self) -> str:
-        """What ended it, to be read after its name. Call once `pidfd` is readable."""
+    def reap(self) -> "Death":
+        """What ended it. Call once `pidfd` is readable."""
         status = self._process.wait(timeout=REAP_LIMIT_S)
         if status >= 0:
-            return f"exited with status {status}"
+            return Death(f"exited with status {status}")
         try:
-            return f"was killed by {signal.Signals(-status).name}"
+            name = signal.Signals(-status).name
         except ValueError:
-            return f"was killed by signal {-status}"
+            name = f"signal {-status}"
+        return Death(f"was killed by {name}", -status)
 
     def close(self) -> None:
         """Release everything but the process itself."""
@@ -143,6 +162,6 @@ class Child:
         os.close(self.output)
         os.close(self.pidfd)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it is gone and not yet reaped
             signal.pidfd_send_signal(self.pidfd, number)

@@ -13,6 +13,8 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "generate": ("nvserve.scripts.generate", "generate", "Continue one prompt on the terminal."),
     "chat": ("nvserve.scripts.chat", "chat", "Talk to a model on the terminal."),
     "status": ("nvserve.scripts.status", "status", "Show the running servers' processes."),
+    "restart": ("nvserve.scripts.restart", "restart", "Replace a process, losing nothing."),
+    "fault": ("nvserve.scripts.fault", "fault", "Make a process of a test server misbehave."),
 }
 BENCHMARKS: Final[dict[str, tuple[str, str, str]]] = {
     "scheduler": (

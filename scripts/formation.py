@@ -51,6 +51,7 @@ class Formation:
         self.recovery_seconds: dict[str, float] = {}  # of the last recovery, by stage and total
         self.load_s = 0.0  # length of the first JOINING
         self.ladder: Final = Ladder()
+        self.is_blamed = False  # the last epoch's requests may have killed a worker
         self._house: Final = house
         self._tp_size: Final = tp_size
         self._answer_limit_s: Final = answer_limit_s
@@ -117,7 +118,13 @@ class Formation:
         if self.epoch == 0:
             self.load_s = now - self._since
             self.num_kv_blocks = min(member.num_kv_blocks for member in ranked)
-        message = StartEpoch(self.epoch, self._tp_size, num_kv_blocks=self.num_kv_blocks)
+        message = StartEpoch(
+            self.epoch,
+            self._tp_size,
+            num_kv_blocks=self.num_kv_blocks,
+            is_blamed=self.is_blamed,
+        )
+        self.is_blamed = False
         self._house.send(self._house.find(Role.CORE), message)
         self._enter(Stage.RESUMING, now, RESUME_LIMIT_S)
 

@@ -220,6 +220,7 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
 )
 @click.option("--sim-step-ms", type=float, default=0.0, help="--device sim: fixed part of a step.")
 @click.option("--sim-token-ms", type=float, default=0.0, help="--device sim: part of each token.")
+@click.option("--enable-faults", is_flag=True, help="Accept `nvserve fault`: for tests only.")
 @click.option("--seed", type=int, default=0, help="Of dummy weights and of drawn request seeds.")
 @click.option(
     "--log-level",

@@ -17,10 +17,12 @@ from nvserve.protocol.control import (
     EpochReady,
     Failed,
     FromChild,
+    Held,
     Peers,
     Progress,
     Ready,
     Role,
+    Searching,
     State,
 )
 from nvserve.scripts.actions import Action, Member
@@ -30,12 +32,16 @@ from nvserve.scripts.formation import Formation, Stage, names
 from nvserve.scripts.hangs import ChildId, Observation, describe, find_culprits, find_silent
 from nvserve.scripts.household import Household
 from nvserve.scripts.ladder import Intensity, Rung
+from nvserve.scripts.planned import PlannedRestarts
+from nvserve.scripts.stalls import StallWatch
 
 SETTLE_S: Final = 0.1  # a broken epoch waits so long for the death that explains it
 ANSWER_SHARE: Final = 0.4  # of hang_timeout_s: time for a survivor to answer a new epoch, ...
 MIN_ANSWER_S: Final = 2.0  # ... at least
 FRONTEND_START_LIMIT_S: Final = 60.0
 MAX_SPARE_DELAY_S: Final = 60.0
+STALL_SLACK_S: Final = 0.5  # beyond hang_timeout_s: a hang, which names its culprit, is found first
+MAX_SEARCH_DEATHS: Final = 40  # that one search for poisonous requests may cost uncounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,12 @@ class Recovery:
         self._settled_at = 0.0
         self._spare_due = 0.0
         self._num_spare_deaths = 0  # since one was used
+        self._stalls: Final = StallWatch()
+        self._searchers: set[ChildId] = set()  # processes that have requests on trial
+        self._num_search_deaths = 0
+        self._is_core_blamed = False  # its last death may be its requests' fault
         self._ending: Final = Ending(self._house)
+        self.planned: Final = PlannedRestarts(self._house, limits.shutdown_timeout_s)
 
     # -- read by the supervisor ------------------------------------------------------------------
 
@@ -102,7 +113,7 @@ class Recovery:
             return deadline
         if self._broken is not None:
             deadline = min(deadline, self._settled_at)
-        return min(deadline, self.formation.next_deadline())
+        return min(deadline, self.planned.deadline, self.formation.next_deadline())
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -110,11 +121,17 @@ class Recovery:
         """Start everything; called once."""
         self.formation.start(now)
         self._house.start(Role.FRONTEND, now)
-        return self._conclude()
+        return self._conclude(now)
 
-    def died(self, child: ChildId, now: float, cause: str) -> list[Action]:
-        """A child has been reaped; `cause` reads on from its name ("was killed by SIGKILL")."""
+    def died(
+        self, child: ChildId, now: float, cause: str, *, is_crash: bool = False
+    ) -> list[Action]:
+        """A child has been reaped; `cause` reads on from its name ("was killed by SIGKILL").
+
+        `is_crash`: nobody outside did it, so that requests may be the cause.
+        """
         member = self.members.pop(child)
+        self._searchers.discard(child)
         if self._ending.is_final:
             self._ending.bury(member, now)
         elif member.is_spare:
@@ -122,12 +139,12 @@ class Recovery:
             self._num_spare_deaths += 1
             self._spare_due = now + min(MAX_SPARE_DELAY_S, 2.0**self._num_spare_deaths)
         elif not member.is_fenced:
-            self._lose(member, now, f"{member.name} {cause}")
+            self._lose(member, now, f"{member.name} {cause}", is_crash=is_crash)
         elif member.child.role is Role.FRONTEND:
             self._replace_frontend(now)
         else:
             self.formation.bury(now)
-        return self._conclude()
+        return self._conclude(now)
 
     def received(self, child: ChildId, message: FromChild, now: float) -> list[Action]:
         """A control message; what a fenced child still says does not count."""
@@ -138,6 +155,8 @@ class Recovery:
             case Drained():
                 if self._ending.step in (Step.DRAINING, Step.FAREWELL):
                     self._ending.stop(now)
+                else:
+                    self._restart_quiet(Role.FRONTEND, now)
             case _ if self._ending.is_final:
                 return []
             case Ready():
@@ -154,11 +173,17 @@ class Recovery:
                 if message.epoch == self.formation.epoch and self._broken is None:
                     self._broken = (member, message)
                     self._settled_at = now + SETTLE_S
+            case Searching(num_suspects):
+                self._searchers.discard(child)
+                if num_suspects:
+                    self._searchers.add(child)
+            case Held():
+                self._restart_quiet(Role.CORE, now)
             case Failed(text):
                 self._fail(member, text, now)
             case Progress():
                 pass
-        return self._conclude()
+        return self._conclude(now)
 
     def tick(
         self, now: float, observations: list[Observation], *, awake_since: float
@@ -167,16 +192,18 @@ class Recovery:
         if now >= self._ending.deadline:
             self._ending.run_late(now)
         if self._ending.is_final:
-            return self._conclude()
+            return self._conclude(now)
         for seen in observations:
             member = self.members[seen.child]
             if seen.page is not None:
                 member.answered_epoch = max(member.answered_epoch, seen.page.epoch)
         self._find_hangs(now, observations, max(awake_since, self._watch_since))
+        self._find_stall(now, observations)
         self._settle(now)
         self._apply_limits(now)
+        self._kill_planned(self.planned.take_late(now), now)
         self._keep_spare(now)
-        return self._conclude()
+        return self._conclude(now)
 
     def interrupt(self, now: float) -> list[Action]:
         """SIGINT or SIGTERM: the first one drains, the next one ends everything at once."""
@@ -190,40 +217,98 @@ class Recovery:
             self._ending.drain(now, timeout_s)
         else:
             self._ending.stop(now)
-        return self._conclude()
+        return self._conclude(now)
+
+    def restart(self, name: str, now: float) -> tuple[int | None, list[Action]]:
+        """Begin the planned restart of "worker N", "core" or "frontend"; None when not now."""
+        member = next((m for m in self.members.values() if m.name == name), None)
+        is_possible = self.state is State.READY and not self.planned.is_on
+        if member is None or member.is_spare or not is_possible:
+            return None, []
+        number = self.planned.begin(member, now)
+        return number, self._conclude(now)
 
     # -- deaths, hangs and broken epochs ---------------------------------------------------------
 
-    def _lose(self, member: Member, now: float, text: str) -> None:
+    def _lose(self, member: Member, now: float, text: str, *, is_crash: bool) -> None:
         """An unplanned death."""
         self._house.note(text, accident=member)
-        if not self._count(member.child.role, now, text):
+        if not self._count(member.child.role, now, text, is_crash=is_crash):
             return
+        self._blame(member, is_crash=is_crash)
         if member.child.role is Role.FRONTEND:
             self._replace_frontend(now)
         else:
             self._renew(now, text)
 
     def _suspect(
-        self, now: float, members: list[Member], text: str, *, at_least: Rung = Rung.REPLACE
+        self,
+        now: float,
+        members: list[Member],
+        text: str,
+        *,
+        at_least: Rung = Rung.REPLACE,
+        is_crash: bool = False,
     ) -> None:
         """Members that live and do not do their work: fence them, then as after a death."""
         for member in members:
             self._house.note(text, accident=member)
-            if not self._count(member.child.role, now, text):
+            if not self._count(member.child.role, now, text, is_crash=is_crash):
                 return
+            self._blame(member, is_crash=is_crash)
         frontends = [member for member in members if member.child.role is Role.FRONTEND]
         self._house.fence(frontends, now, wants_stacks=True)  # replaced when it is gone
         others = [member for member in members if member not in frontends]
         if others:
             self._renew(now, text, others, at_least)
 
-    def _count(self, role: Role, now: float, text: str) -> bool:
-        """Count an unplanned death; False when the launch ends by it."""
+    def _blame(self, member: Member, *, is_crash: bool) -> None:
+        """Have the requests suspected of a crash: core's by the frontend, a worker's by core."""
+        if member.child.role is Role.CORE:
+            self._is_core_blamed |= is_crash
+        elif member.is_worker:
+            self.formation.is_blamed |= is_crash
+
+    def _restart_quiet(self, role: Role, now: float) -> None:
+        """What a planned restart waited for has come."""
+        self._kill_planned(self.planned.take_victim(role), now)
+
+    def _kill_planned(self, victim: Member | None, now: float) -> None:
+        if victim is None:
+            return
+        if victim.child.role is Role.FRONTEND:
+            self._house.fence([victim], now)
+        elif self.formation.stage is Stage.SERVING:
+            self._renew(now, f"planned restart of {victim.name}", [victim])
+        else:  # something else has begun a recovery meanwhile: it includes this one
+            self._renew(now, self.reason, [victim])
+
+    def _find_stall(self, now: float, observations: list[Observation]) -> None:
+        """All live and beat, core has requests, and no step moves: a message was lost."""
+        limit_s = self.limits.hang_timeout_s + STALL_SLACK_S
+        if not self._stalls.is_stalled(observations, now, limit_s) or self._ending.is_final:
+            return
+        if self.formation.stage is not Stage.SERVING or self._broken is not None:
+            return
+        text = f"epoch {self.formation.epoch} has not moved for {limit_s:g} s: a message was lost"
+        self._house.note(text)
+        if self._count(Role.WORKER, now, text):
+            self._renew(now, text)
+
+    def _count(self, role: Role, now: float, text: str, *, is_crash: bool = False) -> bool:
+        """Count an unplanned death; False when the launch ends by it.
+
+        A crash while requests are on trial is part of the search, and not counted.
+        """
         self.reason = text
         if not self.was_ready:
             self._give_up(now, ExitCode.START_FAILED, text)
             return False
+        if is_crash and self._searchers and self._num_search_deaths < MAX_SEARCH_DEATHS:
+            self._num_search_deaths += 1
+            return True
+        if not self._searchers:
+            self._num_search_deaths = 0
         if self._intensity.count(now):
             return True
         most, window_s = self.limits.max_restarts, self.limits.restart_window_s
@@ -271,9 +356,12 @@ class Recovery:
             return
         named = [worker for worker in self._house.ranked() if worker.rank == message.rank]
         text = f"{member.name}: epoch {message.epoch}, step {message.step}: {message.reason}"
+        is_crash = bool(message.suspects)  # core blames them by itself
         if named:
-            self._suspect(now, named, text)
-        elif self._count(Role.WORKER, now, text):
+            self._house.note(text, accident=named[0])
+            if self._count(Role.WORKER, now, text, is_crash=is_crash):
+                self._renew(now, text, named)
+        elif self._count(Role.WORKER, now, text, is_crash=is_crash):
             self._house.note(text)
             self._renew(now, text)
 
@@ -289,7 +377,8 @@ class Recovery:
             elif member.is_worker:
                 workers.append(seen)
             else:
-                self._suspect(now, [member], describe(member.name, seen, now))
+                text = describe(member.name, seen, now)
+                self._suspect(now, [member], text, is_crash=not seen.is_stopped)
         if workers and not self._ending.is_final:
             self._accuse(now, workers)
 
@@ -300,9 +389,10 @@ class Recovery:
             describe(member.name, seen, now) for member, seen in zip(members, culprits, strict=True)
         )
         if len(culprits) == 1 or all(seen.is_stopped for seen in culprits):
-            self._suspect(now, members, text)
+            self._suspect(now, members, text, is_crash=not culprits[0].is_stopped)
         else:
-            self._suspect(now, members[:1], f"no single culprit: {text}", at_least=Rung.WORKERS)
+            text = f"no single culprit: {text}"
+            self._suspect(now, members[:1], text, at_least=Rung.WORKERS, is_crash=True)
 
     def _apply_limits(self, now: float) -> None:
         if self._ending.is_final:
@@ -343,18 +433,20 @@ class Recovery:
         frontend, core = self._house.find(Role.FRONTEND), self._house.find(Role.CORE)
         if frontend is None or core is None or not (frontend.is_ready and core.is_ready):
             return
-        peers = Peers(frontend.child.life, core.child.life)
-        if peers != self._peers:
+        peers = Peers(frontend.child.life, core.child.life, self._is_core_blamed)
+        if not _are_same(peers, self._peers):
             self._peers = peers
+            self._is_core_blamed = False
             self._house.send(frontend, peers)
             self._house.send(core, peers)
 
-    def _conclude(self) -> list[Action]:
+    def _conclude(self, now: float) -> list[Action]:
         """The actions of this event, with the new condition for the frontend where it changed."""
         state = self.state
         if state is State.READY:
             self.was_ready = True
             self.reason = ""
+            self.planned.note_ready(now)
         frontend = self._house.find(Role.FRONTEND)
         if frontend is not None:
             condition = Condition(
@@ -369,3 +461,10 @@ class Recovery:
                 self._published = (frontend.child, condition)
                 self._house.send(frontend, condition)
         return self._house.take()
+
+
+def _are_same(peers: Peers, other: Peers | None) -> bool:
+    """The same two lives."""
+    if other is None:
+        return False
+    return (peers.frontend_life, peers.core_life) == (other.frontend_life, other.core_life)

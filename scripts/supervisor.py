@@ -3,6 +3,7 @@
 All deciding is there; here is all the doing. Imports no torch and touches no request.
 """
 
+import dataclasses
 import selectors
 import signal
 import socket
@@ -10,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -19,7 +20,9 @@ from nvserve.protocol.codec import BadFrame
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import (
     EpochReady,
+    FaultKind,
     FromChild,
+    Inject,
     Progress,
     Ready,
     Role,
@@ -38,6 +41,7 @@ from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
 from nvserve.scripts.launch_dir import LaunchDir
+from nvserve.scripts.oom import OomWatch
 from nvserve.scripts.recovery import Limits, Recovery
 from nvserve.scripts.startup import StartTimes, describe_start
 
@@ -45,6 +49,7 @@ PAGE_PERIOD_S: Final = 0.25  # between readings of the progress pages
 OVERSLEPT_S: Final = 1.0  # a longer turn of the loop: we were stopped ourselves
 SILENT_S: Final = 1.0  # from here on it is worth asking /proc
 LAST_REAP_S: Final = 5.0  # at the very end, for each child
+IMMEDIATE: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.STOP: signal.SIGSTOP}
 MAX_ACCIDENTS: Final = 5  # told in a crash report
 
 
@@ -70,6 +75,7 @@ class Supervisor:
         self._programs: Final = programs
         self._children: Final[dict[ChildId, Child]] = {}
         self._accidents: Final[deque[Accident]] = deque(maxlen=MAX_ACCIDENTS)
+        self._oom: Final = OomWatch()
         self._times: Final = StartTimes(time.monotonic())
         self._selector: Final = selectors.DefaultSelector()
         self._control: Final = ControlSocket(directory.path, self._selector, self._answer)
@@ -185,8 +191,10 @@ class Supervisor:
         """Its pidfd is readable: hear its last words, reap it, tell the policy."""
         self._hear(child)
         self._show(child)
-        cause = child.reap()
-        self._execute(self.policy.died(child.id, time.monotonic(), cause))
+        death = child.reap()
+        is_crash = death.is_crash(has_oom_struck=self._oom.has_struck())
+        now = time.monotonic()
+        self._execute(self.policy.died(child.id, now, death.text, is_crash=is_crash))
         self._forget(child)
 
     def _interrupt(self, woken: socket.socket) -> None:
@@ -268,9 +276,44 @@ class Supervisor:
 
     def _answer(self, request: Request) -> Reply:
         """One request on the launch directory's control socket."""
-        if request.get("command") != "status":
-            return {"error": f"unknown command {request.get('command')!r}"}
+        match request:
+            case {"command": "status"}:
+                return self._status()
+            case {"command": "restart", "name": str(name)}:
+                return self._restart(name)
+            case {"command": "fault", "name": str(name), "fault": list(fault)}:
+                return self._inject(name, fault)
+        return {"error": f"unknown command {request.get('command')!r}"}
+
+    def _restart(self, name: str) -> Reply:
+        number, actions = self.policy.restart(name, time.monotonic())
+        if number is None:
+            state = self.policy.state.value
+            return {"error": f"{name!r} cannot be restarted now: the server is {state}"}
+        self._execute(actions)
+        return {"number": number}
+
+    def _inject(self, name: str, fault: list[Any]) -> Reply:
+        """Have a child misbehave: a kill or stop without a point at once, else as it is armed."""
+        if not self.config.enable_faults:
+            return {"error": "launch with --enable-faults to allow faults"}
+        child = next((one for one in self._children.values() if one.name == name), None)
+        if child is None:
+            return {"error": f"there is no process {name!r}"}
+        try:
+            order = msgspec.convert(fault, Inject)
+        except msgspec.ValidationError as error:
+            return {"error": f"no such fault: {error}"}
+        number = IMMEDIATE.get(order.kind)
+        if number is not None and not order.phase:
+            child.signal(number)
+        elif not child.send(order):
+            return {"error": f"{name} does not read its orders"}
+        return {"pid": child.pid}
+
+    def _status(self) -> Reply:
         members = self.policy.members
+        planned = self.policy.planned.last
         return {
             "state": self.policy.state.value,
             "reason": self.policy.reason,
@@ -280,6 +323,7 @@ class Supervisor:
             "num_kv_blocks": self.policy.formation.num_kv_blocks,
             "restarts": {role.value: count for role, count in self.policy.restarts.items()},
             "recovery_seconds": self.policy.formation.recovery_seconds,
+            "last_planned": None if planned is None else dataclasses.asdict(planned),
             "processes": [
                 {
                     "name": child.name,

@@ -178,7 +178,9 @@ class World:
         last = [order for order in self.sent if isinstance(order.message, StartEpoch)][-1]
         assert last.child == self.one(CORE)
         assert self.orders(StartEpoch)[-1].epoch == epoch
-        assert self.orders(Peers)[-1] == Peers(self.one(FRONTEND).life, self.one(CORE).life)
+        peers = self.orders(Peers)[-1]
+        lives = (self.one(FRONTEND).life, self.one(CORE).life)
+        assert (peers.frontend_life, peers.core_life) == lives
         assert self.orders(Condition)[-1].state is State.READY
 
 

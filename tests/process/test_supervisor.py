@@ -71,7 +71,7 @@ def test_frontend_and_core_are_introduced_to_each_other(launch: Launches) -> Non
     server = launch()
     server.wait_ready()
     for name in ("frontend", "core"):
-        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=0\)")
+        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=0, is_blamed=False\)")
 
 
 def test_a_dead_worker_is_replaced_by_the_spare_in_a_new_epoch(launch: Launches) -> None:
@@ -127,7 +127,7 @@ def test_a_dead_core_gets_a_new_life_and_a_new_epoch_and_workers_live_on(launch:
     assert after["core"] != before["core"]
     assert all(after[name] == before[name] for name in ("worker 0", "worker 1", "frontend"))
     for name in ("frontend", "core"):
-        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=1\)")
+        server.wait_text(rf"{name} \| .*Peers\(frontend_life=0, core_life=1, is_blamed=False\)")
 
 
 def test_a_dead_frontend_is_replaced_on_the_same_port_without_a_new_epoch(launch: Launches) -> None:
@@ -141,7 +141,7 @@ def test_a_dead_frontend_is_replaced_on_the_same_port_without_a_new_epoch(launch
     assert status["epoch"] == 0
     assert status["url"] == url
     assert server.pids()["core"] == before["core"]
-    server.wait_text(r"core \| .*Peers\(frontend_life=1, core_life=0\)")
+    server.wait_text(r"core \| .*Peers\(frontend_life=1, core_life=0, is_blamed=False\)")
 
 
 @pytest.mark.parametrize("name", ["worker 1", "core"])
