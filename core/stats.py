@@ -39,4 +39,5 @@ def core_stats(
         prefix_hits_total=counters.hit_tokens + (live.num_hit_tokens if live is not None else 0),
         dropped_total=counters.dropped + num_dropped_frames,
         recovered_total=counters.recovered,
+        request_ids=list(scheduler.requests),
     )

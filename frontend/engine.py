@@ -10,7 +10,7 @@ import random
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, assert_never
 
 import msgspec
@@ -18,6 +18,8 @@ import zmq
 
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.journal import Entry, Gap, Journal, Standing
+from nvserve.frontend.quarantine import Quarantine
+from nvserve.frontend.resync import compare
 from nvserve.protocol.channel import Inbox, Outbox, core_to_frontend, frontend_to_core
 from nvserve.protocol.codec import BadFrame, decode_to_frontend, encode
 from nvserve.protocol.config import Config
@@ -100,6 +102,8 @@ class Engine:
         self.num_dropped = 0  # frames and emits of no use: malformed, late, of an older life
         self.num_gaps = 0
         self.num_replays = 0
+        self.on_search: Callable[[int], object] = int  # told how many requests are suspected
+        self._quarantine: Final = Quarantine()
         self._max_queued: Final = config.max_queued_requests
         self._timeout_s: Final = config.request_timeout_s
         self._launch_dir: Final = launch_dir
@@ -158,7 +162,7 @@ class Engine:
         )
         self.journal.add(entry)
         self._listeners[entry.request_id] = listener
-        if self.is_connected:
+        if self.is_connected and self._quarantine.admits(entry):
             self._send_submit(entry)
         return entry
 
@@ -178,10 +182,13 @@ class Engine:
 
     def _forget(self, entry: Entry) -> bool:
         self._listeners.pop(entry.request_id, None)
-        return self.journal.close(entry.request_id) is not None
+        is_known = self.journal.close(entry.request_id) is not None
+        self._review()
+        return is_known
 
     def _send_submit(self, entry: Entry) -> None:
         entry.standing = Standing.SENT
+        entry.sent_s = time.time()
         self.num_replays += entry.was_accepted
         self._send(entry.submit(self.life, self.core_life))
 
@@ -191,7 +198,10 @@ class Engine:
         """Open the sockets of a new life of core; its Hello then starts every request anew."""
         if peers.frontend_life != self.life or peers.core_life == self.core_life:
             return
+        held = [entry for entry in self.journal if entry.standing is not Standing.QUEUED]
         self.close()
+        if peers.is_blamed:
+            self._accuse(held)
         self.core_life = peers.core_life
         lives = (self._launch_dir, self.life, self.core_life)
         self._inbox = Inbox(self._context, core_to_frontend(*lives))
@@ -223,10 +233,36 @@ class Engine:
             self.num_dropped += 1
             return
         self.is_connected = True
-        entries = list(self.journal)
+        self._quarantine.open_trial()
+        entries = [entry for entry in self.journal if self._quarantine.admits(entry)]
         logger.info("core life %d is connected, %d requests go to it", message.life, len(entries))
         for entry in entries:
             self._send_submit(entry)
+
+    # -- the search for a request that kills core ------------------------------------------------
+
+    def _accuse(self, held: list[Entry]) -> None:
+        """Core crashed with these: suspect them, and fail the one that was there alone again."""
+        condemned = self._quarantine.accuse(held)
+        logger.warning("core crashed with %d requests: they are suspects now", len(held))
+        self.on_search(len(self._quarantine))
+        if condemned is not None:
+            listener = self._listeners[condemned.request_id]
+            self._forget(condemned)
+            listener.on_tokens((), FinishReason.ENGINE_FAULT, 0, None)
+
+    def _review(self) -> None:
+        """A trial that is over lets the next suspects go to core, or everybody when none is."""
+        if not len(self._quarantine) or not self._quarantine.absolve(self.journal):
+            return
+        self._quarantine.open_trial()
+        if not len(self._quarantine):
+            self.on_search(0)
+        if not self.is_connected:
+            return
+        for entry in self.journal:
+            if entry.standing is Standing.QUEUED and self._quarantine.admits(entry):
+                self._send_submit(entry)
 
     # -- frames ----------------------------------------------------------------------------------
 
@@ -281,8 +317,24 @@ class Engine:
                 self._on_refused(message)
             case CoreStats():
                 self.stats = message
+                if message.request_ids is not None:
+                    self._mend(message, message.request_ids)
             case _:
                 assert_never(message)
+
+    def _mend(self, stats: CoreStats, held: list[int]) -> None:
+        """Repair what a lost message broke."""
+        found = compare(self.journal, held, stats.time)
+        for entry in found.lost:
+            self._restart(entry.request_id, Gap(f"request {entry.request_id}: its end was lost"))
+        for entry in found.unsent:
+            self.num_gaps += 1
+            self._send_submit(entry)
+        if found.accepted:
+            self.num_gaps += 1
+            self._on_accepted(Accepted(self.core_life, self.life, found.accepted))
+        if found.orphans:
+            self._send(Abort(self.life, self.core_life, found.orphans))
 
     # -- answers of core -------------------------------------------------------------------------
 
@@ -298,6 +350,7 @@ class Engine:
     def _on_refused(self, message: Refused) -> None:
         entry = self.journal.close(message.request_id)
         listener = self._listeners.pop(message.request_id, None)
+        self._review()
         if entry is None or listener is None:
             self.num_dropped += 1
             return
@@ -331,6 +384,7 @@ class Engine:
                 else:
                     self._hand_out(message, row, fresh, count - len(fresh))
             start = end
+        self._review()
 
     def _hand_out(self, message: Emits, row: int, tokens: Sequence[int], num_skipped: int) -> None:
         request_id, finish = message.request_ids[row], message.finishes[row]

@@ -37,6 +37,7 @@ class Entry:
     emitted: "array[int]" = field(default_factory=lambda: array("i"))
     standing: Standing = Standing.QUEUED
     was_accepted: bool = False
+    sent_s: float = 0.0  # UNIX seconds of its last Submit
 
     def submit(self, frontend_life: int, core_life: int) -> Submit:
         """The message that starts, or restarts, this request in one life of core."""

@@ -31,6 +31,7 @@ from nvserve.protocol.control import (
     Peers,
     Progress,
     Ready,
+    Searching,
     ToChild,
 )
 from nvserve.protocol.progress import Phase
@@ -51,6 +52,7 @@ class Frontend:
         self._engine: Final = Engine(
             setup.config, life=setup.life, launch_dir=setup.launch_dir, context=self._context
         )
+        self._engine.on_search = lambda num_suspects: child.send(Searching(num_suspects))
         self._service: Final = Service(setup.config, tokenizer, self._engine)
         self._server: Final = Server(application(self._service, setup.api_key))
         self._door: Final = Door(self._service, self._context, setup.api_key)

@@ -218,6 +218,7 @@ class CoreStats(Message, frozen=True):
     prefix_hits_total: int  # tokens found there
     dropped_total: int  # malformed, stale or unknown messages
     recovered_total: int  # requests replayed after an epoch or a core ended
+    request_ids: list[int] | None = None  # accepted and not finished; None = not told
 
 
 # -- core -> workers -----------------------------------------------------------------------------

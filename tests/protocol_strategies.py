@@ -145,8 +145,11 @@ TO_FRONTEND: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         CoreStats,
         **{
-            name: NATURAL for name in CoreStats.__struct_fields__ if not name.startswith("finished")
+            name: NATURAL
+            for name in CoreStats.__struct_fields__
+            if name not in ("finished_totals", "request_ids")
         },
+        request_ids=st.none() | st.lists(REQUEST_ID, max_size=5),
         finished_totals=st.lists(NATURAL, min_size=6, max_size=6),
     ),
 )

@@ -1,0 +1,40 @@
+"""Compares the journal with the requests that core says it holds, to mend after a lost message.
+
+Exact, because one socket keeps its order: whatever core sent before its CoreStats has been taken.
+Pure; the engine does what it says.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from nvserve.frontend.journal import Entry, Journal, Standing
+
+UNANSWERED_S: Final = 5.0  # a submit without an answer was lost, or its answer was
+
+
+@dataclass(slots=True)
+class Differences:
+    """What does not fit together."""
+
+    lost: list[Entry] = field(default_factory=list)  # core has finished them, we were not told
+    unsent: list[Entry] = field(default_factory=list)  # core never got them
+    accepted: list[int] = field(default_factory=list)  # core took them, we were not told
+    orphans: list[int] = field(default_factory=list)  # core goes on with what has ended here
+
+
+def compare(journal: Journal, request_ids: list[int], now: float) -> Differences:
+    """The differences from what core held at the time `now`, in UNIX seconds."""
+    found = Differences()
+    held = set(request_ids)
+    for entry in journal:
+        is_held = entry.request_id in held
+        held.discard(entry.request_id)
+        if entry.standing is Standing.ACCEPTED and not is_held:
+            found.lost.append(entry)
+        elif entry.standing is Standing.SENT and now - entry.sent_s > UNANSWERED_S:
+            if is_held:
+                found.accepted.append(entry.request_id)
+            else:
+                found.unsent.append(entry)
+    found.orphans = sorted(held)
+    return found
