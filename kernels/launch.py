@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvserve.kernels.dispatch import INTERPRETED
 
@@ -42,12 +43,43 @@ def compiling_only() -> Iterator[None]:
 
 
 class _Kernel(triton.JITFunction):  # type: ignore[misc]
-    """A kernel, or a function that kernels call, which compiling_only() can hold back."""
+    """A kernel, or a function that kernels call.
+
+    compiling_only() can hold it back, and its launches are short cuts: the library's own way takes
+    tens of microseconds, most of it to find what was compiled for arguments like these. Parameters
+    of kernels are first those of run time, given by position, then constexprs, given by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._is_general = [param.do_not_specialize for param in self.params]
+        self._constants = [param.name for param in self.params if param.is_constexpr]
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         if _is_compiling_only:
             return functools.partial(self.warmup, grid=grid)
-        return super().__getitem__(grid)
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        likes: list[object] = [torch.cuda.current_device(), *options.values()]
+        for argument, is_general in zip(arguments, self._is_general, strict=False):
+            if isinstance(argument, torch.Tensor):
+                likes += (argument.dtype, argument.data_ptr() % 16)
+            elif isinstance(argument, int):
+                likes.append(-(1 << 31) <= argument < 1 << 31 if is_general else argument)
+            elif isinstance(argument, TensorDescriptor):
+                likes += (argument.base.dtype, *argument.block_shape)
+            else:
+                likes.append(type(argument))
+        key = tuple(likes)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self.run(*arguments, grid=grid, warmup=False, **options)
+            self._compiled[key] = compiled
+            return
+        constants = [options[name] for name in self._constants]
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 def jit_general(*arguments: str) -> Callable[[Callable[..., Any]], Any]:
@@ -93,20 +125,6 @@ def prefetch_rows(rows_ptr, num_bytes):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
-
-
-@jit
-def prefetch_weight(  # type: ignore[no-untyped-def]
-    weight_ptr, outputs, inputs, num_bytes, part, num_parts, LANES: tl.constexpr
-):
-    """One of num_parts programs' share of prefetching the first num_bytes of each weight row.
-
-    LANES is the program's number of threads.
-    """
-    each = part * LANES + tl.arange(0, LANES)
-    for first in range(0, outputs, num_parts * LANES):
-        rows = ((first + each) % outputs).to(tl.int64)
-        prefetch_rows(weight_ptr + rows * inputs, num_bytes)
 
 
 @functools.cache

@@ -91,7 +91,6 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     outputs,
     inputs,
-    GATED: tl.constexpr,  # weight rows `outputs` further on are those of `up`
     BIAS: tl.constexpr,
     SWAPPED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -115,15 +114,10 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.arange(0, TOKENS)
     if PDL:
         first_rows = tl.minimum(program * ROWS + each, outputs - 1).to(tl.int64)
-        at = weight_ptr + first_rows * inputs
-        num_bytes = tl.minimum(2 * inputs, 1024 if GATED else 2048)
-        prefetch_rows(at, num_bytes)
-        if GATED:
-            prefetch_rows(at + outputs.to(tl.int64) * inputs, num_bytes)
+        prefetch_rows(weight_ptr + first_rows * inputs, tl.minimum(2 * inputs, 2048))
     start_next(PDL)
     inputs_ready(PDL)
     acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
-    up_acc = acc
     for step in tl.range(0, strips * tiles, num_stages=STAGES):
         first_row = (program + step // tiles * num_programs) * ROWS
         tile = step % tiles
@@ -133,41 +127,25 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
             acc = tl.dot(x, tl.trans(weights), acc=acc)
         else:
             acc = tl.dot(weights, tl.trans(x), acc=acc)
-        if GATED:
-            ups = weight_tiles.load([outputs + first_row, tile * BLOCK])
-            if SWAPPED:
-                up_acc = tl.dot(x, tl.trans(ups), acc=up_acc)
-            else:
-                up_acc = tl.dot(ups, tl.trans(x), acc=up_acc)
         if tile == tiles - 1:
             rows = first_row + each
-            in_rows = rows < outputs
-            axis: tl.constexpr = 0 if SWAPPED else 1
-            row_axis: tl.constexpr = 1 - axis
+            row_axis: tl.constexpr = 1 if SWAPPED else 0
             rows_wide = tl.expand_dims(rows, 1 - row_axis)
+            tokens_wide = tl.expand_dims(tokens, row_axis)
             out = acc
             if BIAS:
-                bias = tl.load(bias_ptr + rows, mask=in_rows, other=0.0).to(tl.float32)
-                out += tl.expand_dims(bias, 1 - row_axis)
-            if GATED:
-                up = up_acc
-                if BIAS:
-                    bias = tl.load(bias_ptr + outputs + rows, mask=in_rows, other=0.0)
-                    up += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
-                out = _silu_mul(out, up)
-            tokens_wide = tl.expand_dims(tokens, row_axis)
+                bias = tl.load(bias_ptr + rows, mask=rows < outputs, other=0.0)
+                out += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
             out_at = out_ptr + tokens_wide * outputs + rows_wide
             out_mask = (rows_wide < outputs) & (tokens_wide < num_tokens)
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
             acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
-            up_acc = acc
 
 
 def _strips(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut, gated: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
 ) -> torch.Tensor:
-    num_tokens, inputs = x.shape
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    num_tokens, (outputs, inputs) = x.shape[0], weight.shape
     out = x.new_empty(num_tokens, outputs)
     tokens = max(16, triton.next_power_of_2(num_tokens))
     num_strips = triton.cdiv(outputs, cut.outputs)
@@ -180,7 +158,6 @@ def _strips(
         num_tokens,
         outputs,
         inputs,
-        GATED=gated,
         BIAS=bias is not None,
         SWAPPED=cut.outputs < 64,
         TOKENS=tokens,
@@ -224,14 +201,13 @@ def linear(
     assert weight.is_contiguous()
     if x.shape[0] == 1:
         return _vector(x, weight, bias, cut, gated=False)
-    return _strips(x, weight, bias, cut, gated=False)
+    return _strips(x, weight, bias, cut)
 
 
 def linear_silu_mul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
 ) -> torch.Tensor:
-    """See matmul.linear_silu_mul; as linear."""
+    """See matmul.linear_silu_mul; one row, weight is contiguous."""
     assert weight.is_contiguous()
-    if x.shape[0] == 1:
-        return _vector(x, weight, bias, cut, gated=True)
-    return _strips(x, weight, bias, cut, gated=True)
+    assert x.shape[0] == 1
+    return _vector(x, weight, bias, cut, gated=True)

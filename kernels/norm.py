@@ -3,7 +3,6 @@
 import torch
 
 from nvserve.kernels import reference
-from nvserve.kernels.ahead import Ahead
 from nvserve.kernels.dispatch import uses_triton
 
 
@@ -32,20 +31,15 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ahead: Ahead | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normalized x + residual, residual): residual [..., N] is updated in place.
 
     Both inputs are contiguous with the same shape and dtype; the sum is rounded to that dtype
-    before it is normalized, so that the stored residual is what was normalized. `ahead` is what
-    the next matmul will stream.
+    before it is normalized, so that the stored residual is what was normalized.
     """
     if not uses_triton(x):
         return reference.add_rms_norm(x, residual, weight, eps)
     from nvserve.kernels import norm_triton
 
-    return norm_triton.add_rms_norm(x, residual, weight, eps, ahead)
+    return norm_triton.add_rms_norm(x, residual, weight, eps)

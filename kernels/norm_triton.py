@@ -4,19 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.ahead import Ahead
-from nvserve.kernels.launch import (
-    inputs_ready,
-    jit,
-    jit_general,
-    launch_options,
-    num_sms,
-    prefetch_weight,
-    start_next,
-)
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 
 
-@jit_general("ahead_outputs", "ahead_inputs", "ahead_bytes", "num_ahead")
+@jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     residual_ptr,
@@ -24,30 +15,11 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     width,
     eps,
-    ahead_ptr,
-    ahead_outputs,
-    ahead_inputs,
-    ahead_bytes,
-    num_ahead,  # programs before those of the rows, which prefetch
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:  # noqa: SIM102 (`and` would compile the prefetch without PDL too)
-        if tl.program_id(0) < num_ahead:
-            start_next(PDL)
-            prefetch_weight(
-                ahead_ptr,
-                ahead_outputs,
-                ahead_inputs,
-                ahead_bytes,
-                tl.program_id(0),
-                num_ahead,
-                LANES,
-            )
-            return
-    row = (tl.program_id(0) - num_ahead).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     start_next(PDL)
@@ -65,11 +37,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    ahead: Ahead | None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width).contiguous()
@@ -77,24 +45,16 @@ def _launch(
     if rows.shape[0] == 0:
         return out.view(x.shape)
     block = triton.next_power_of_2(width)
-    num_warps = max(1, min(16, block // 512))
-    num_ahead = 0 if ahead is None else num_sms(x.device)
-    _rms_norm_kernel[(num_ahead + rows.shape[0],)](
+    _rms_norm_kernel[(rows.shape[0],)](
         rows,
         rows if residual is None else residual,
         weight,
         out,
         width,
         eps,
-        weight if ahead is None else ahead.weight,
-        1 if ahead is None else ahead.weight.shape[0],
-        1 if ahead is None else ahead.weight.shape[1],
-        0 if ahead is None else ahead.num_bytes,
-        num_ahead,
         ADD=residual is not None,
         BLOCK=block,
-        LANES=32 * num_warps,
-        num_warps=num_warps,
+        num_warps=max(1, min(16, block // 512)),
         **launch_options(x.device),
     )
     return out.view(x.shape)
@@ -102,19 +62,15 @@ def _launch(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See norm.rms_norm."""
-    return _launch(x, None, weight, eps, None)
+    return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ahead: Ahead | None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See norm.add_rms_norm."""
     assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
-    return _launch(x, residual, weight, eps, ahead), residual
+    return _launch(x, residual, weight, eps), residual
 
 
 @jit

@@ -3,7 +3,6 @@
 import torch
 
 from nvserve.kernels import reference
-from nvserve.kernels.ahead import Ahead
 from nvserve.kernels.dispatch import uses_triton
 
 
@@ -19,7 +18,6 @@ def qk_norm_rope_cache(
     slot_mapping: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Normalize (optionally) and rotate Q and K, write K and V to the cache; returns Q [T, H, D].
 
@@ -32,7 +30,6 @@ def qk_norm_rope_cache(
     slot_mapping   [T] int32 or int64: block * block_size + offset; distinct, except in scratch
 
     Math is in float32 with one rounding at the end. The result is a new tensor of qkv's dtype.
-    `ahead` is what the matmul behind attention will stream.
     """
     arguments = (qkv, positions, cos_sin, q_weight, k_weight, eps, key_cache, value_cache)
     if not uses_triton(qkv):
@@ -40,4 +37,4 @@ def qk_norm_rope_cache(
     # Triton is absent from CPU-only installs, so its kernels load with their first use.
     from nvserve.kernels import rope_triton
 
-    return rope_triton.qk_norm_rope_cache(*arguments, slot_mapping, num_heads, num_kv_heads, ahead)
+    return rope_triton.qk_norm_rope_cache(*arguments, slot_mapping, num_heads, num_kv_heads)

@@ -4,18 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.ahead import Ahead
-from nvserve.kernels.launch import (
-    inputs_ready,
-    jit_general,
-    launch_options,
-    num_sms,
-    prefetch_weight,
-    start_next,
-)
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 
 
-@jit_general("ahead_outputs", "ahead_inputs", "ahead_bytes", "num_ahead")
+@jit
 def _qk_norm_rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr,
     positions_ptr,
@@ -28,11 +20,6 @@ def _qk_norm_rope_cache_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     qkv_stride,
     eps,
-    ahead_ptr,
-    ahead_outputs,
-    ahead_inputs,
-    ahead_bytes,
-    num_ahead,  # lines of programs before those of the tokens, which prefetch
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -40,20 +27,10 @@ def _qk_norm_rope_cache_kernel(  # type: ignore[no-untyped-def]
     K_NORM: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one program
     HALF: tl.constexpr,  # power of two that holds HEAD_DIM // 2
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     half_dim: tl.constexpr = HEAD_DIM // 2
-    if PDL:  # noqa: SIM102 (`and` would compile the prefetch without PDL too)
-        if tl.program_id(0) < num_ahead:
-            start_next(PDL)
-            part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            num_parts = num_ahead * tl.num_programs(1)
-            prefetch_weight(
-                ahead_ptr, ahead_outputs, ahead_inputs, ahead_bytes, part, num_parts, LANES
-            )
-            return
-    token = (tl.program_id(0) - num_ahead).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, HALF)
     is_q = heads < NUM_HEADS
@@ -119,7 +96,6 @@ def qk_norm_rope_cache(
     slot_mapping: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
-    ahead: Ahead | None,
 ) -> torch.Tensor:
     """See rope.qk_norm_rope_cache."""
     num_tokens, head_dim = qkv.shape[0], key_cache.shape[-1]
@@ -133,9 +109,7 @@ def qk_norm_rope_cache(
         return out
     # Few tokens: many small programs, for latency; many: fewer, larger ones.
     heads = 4 if num_tokens <= 64 else 16
-    num_columns = triton.cdiv(num_heads + 2 * num_kv_heads, heads)
-    num_ahead = 0 if ahead is None else triton.cdiv(num_sms(qkv.device), num_columns)
-    _qk_norm_rope_cache_kernel[(num_ahead + num_tokens, num_columns)](
+    _qk_norm_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv,
         positions,
         cos_sin,
@@ -147,11 +121,6 @@ def qk_norm_rope_cache(
         out,
         qkv.stride(0),
         eps,
-        qkv if ahead is None else ahead.weight,
-        1 if ahead is None else ahead.weight.shape[0],
-        1 if ahead is None else ahead.weight.shape[1],
-        0 if ahead is None else ahead.num_bytes,
-        num_ahead,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -159,7 +128,6 @@ def qk_norm_rope_cache(
         K_NORM=k_weight is not None,
         HEADS=heads,
         HALF=triton.next_power_of_2(head_dim // 2),
-        LANES=8 * heads,
         num_warps=heads // 4,
         **launch_options(qkv.device),
     )

@@ -8,7 +8,7 @@ block. T tokens in the step, R rows of it, M blocks of a block table.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +40,84 @@ class ChunkColumns:
     token_slots: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [C] int64
     ends: torch.Tensor  # [C] int64: tokens of the request, this chunk's included
+    lengths: torch.Tensor  # [C] int64: what the slot's length becomes
     cu_seqlens: torch.Tensor  # [C + 1] int64
     sampling_slots: torch.Tensor  # of the chunks that sample: their slot,
     sampling_ends: torch.Tensor  # their end,
     last_rows: torch.Tensor  # and their last token, as a row among the T
+
+
+class ChunkArrays(NamedTuple):
+    """The columns of ChunkColumns on the host, in its order."""
+
+    tokens: Ints
+    positions: Ints
+    token_slots: Ints
+    slots: Ints
+    ends: Ints
+    lengths: Ints
+    cu_seqlens: Ints
+    sampling_slots: Ints
+    sampling_ends: Ints
+    last_rows: Ints
+
+    @staticmethod
+    def of(chunks: Chunks) -> "ChunkArrays":
+        starts = np.array(chunks.starts, dtype=np.int64)
+        counts = np.array(chunks.counts, dtype=np.int64)
+        slots = np.array(chunks.slots, dtype=np.int64)
+        samples = np.array(chunks.samples, dtype=bool)
+        tokens = np.frombuffer(chunks.tokens, dtype=np.int32).astype(np.int64)
+        ends = starts + counts
+        cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int64), counts.cumsum()))
+        return ChunkArrays(
+            tokens,
+            _ranges(starts, counts),
+            np.repeat(slots, counts),
+            slots,
+            ends,
+            ends,
+            cu_seqlens,
+            slots[samples],
+            ends[samples],
+            cu_seqlens[1:][samples] - 1,
+        )
+
+    def padded(self, num_tokens: int, num_chunks: int, scratch: int) -> "ChunkArrays":
+        """With one more chunk, of the scratch slot, to make num_tokens; then empty ones."""
+        count = num_tokens - len(self.tokens)
+        return ChunkArrays(
+            _fill(self.tokens, num_tokens, 0),
+            np.concatenate((self.positions, np.arange(count))),
+            _fill(self.token_slots, num_tokens, scratch),
+            _fill(self.slots, num_chunks, scratch),
+            _fill(np.append(self.ends, count), num_chunks, 0),
+            _fill(self.lengths, num_chunks, 0),
+            _fill(self.cu_seqlens, num_chunks + 1, num_tokens),
+            _fill(self.sampling_slots, num_chunks, scratch),
+            _fill(self.sampling_ends, num_chunks, 0),
+            _fill(self.last_rows, num_chunks, 0),
+        )
+
+    def packed(self) -> Ints:
+        """All in one; each starts at a multiple of 16 bytes.
+
+        Without that, kernels would be compiled once more.
+        """
+        sizes = self.sizes()
+        packed = np.zeros(sum(sizes), dtype=np.int64)
+        for first, column in zip(np.cumsum(sizes) - sizes, self, strict=True):
+            packed[first : first + len(column)] = column
+        return packed
+
+    def sizes(self) -> list[int]:
+        return [len(column) + len(column) % 2 for column in self]
+
+    def on_device(self, packed: torch.Tensor, max_count: int, max_end: int) -> ChunkColumns:
+        """Views of the packed columns, once they are on the device."""
+        parts = torch.split(packed, self.sizes())
+        trimmed = [part[: len(column)] for part, column in zip(parts, self, strict=True)]
+        return ChunkColumns(max_count, max_end, *trimmed)
 
 
 class Batch:
@@ -193,32 +267,9 @@ class Batch:
 
     def upload_chunks(self, chunks: Chunks) -> ChunkColumns:
         """Bring the columns of a step's chunks to the device, in one copy."""
-        starts = np.array(chunks.starts, dtype=np.int64)
-        counts = np.array(chunks.counts, dtype=np.int64)
-        slots = np.array(chunks.slots, dtype=np.int64)
-        samples = np.array(chunks.samples, dtype=bool)
-        tokens = np.frombuffer(chunks.tokens, dtype=np.int32).astype(np.int64)
-        ends = starts + counts
-        cu_seqlens = np.concatenate(([0], counts.cumsum()))
-        columns = [
-            tokens,
-            _ranges(starts, counts),
-            np.repeat(slots, counts),
-            slots,
-            ends,
-            cu_seqlens,
-            slots[samples],
-            ends[samples],
-            cu_seqlens[1:][samples] - 1,
-        ]
-        # Each starts at a multiple of 16 bytes: without it, kernels would be compiled once more.
-        sizes = [len(column) + len(column) % 2 for column in columns]
-        packed = np.zeros(sum(sizes), dtype=np.int64)
-        for first, column in zip(np.cumsum(sizes) - sizes, columns, strict=True):
-            packed[first : first + len(column)] = column
-        parts = torch.split(self._staging.upload(packed), sizes)
-        trimmed = [part[: len(column)] for part, column in zip(parts, columns, strict=True)]
-        return ChunkColumns(int(counts.max()), int(ends.max()), *trimmed)
+        arrays = ChunkArrays.of(chunks)
+        packed = self._staging.upload(arrays.packed())
+        return arrays.on_device(packed, max(chunks.counts), int(arrays.ends.max()))
 
     def check_chunks(self, chunks: Chunks) -> None:
         """BadStep when these chunks cannot run beside the decode list."""
@@ -258,6 +309,11 @@ class Batch:
         for tensor in (self.last_token, self.lengths, self.block_table, self._step_tables):
             tensor.zero_()
         self.rows.fill_(self.scratch)
+
+
+def _fill(column: Ints, size: int, value: int) -> Ints:
+    """The column, then `value` up to this size."""
+    return np.append(column, np.full(size - len(column), value, dtype=np.int64))
 
 
 def _ranges(

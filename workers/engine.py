@@ -105,7 +105,7 @@ class TorchEngine:
 
     def end(self) -> None:
         if self._runner is not None and self._parallel.size > 1:
-            self._runner.graphs = None  # they hold collectives of the group that ends
+            self._runner.drop_graphs()
         self._parallel.leave()
 
     def _wants_graphs(self, runner: Runner) -> bool:

@@ -51,6 +51,44 @@ class _Captured:
     positions: torch.Tensor | None = None  # [bucket] int64, of the new tokens
 
 
+class GraphPool:
+    """Captures graphs of one runner, which share their memory: one replays at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device: Final = device
+        self._pool: Final = torch.cuda.graph_pool_handle()
+        self._stream: Final = torch.cuda.Stream(device)
+        self._last_s = 0.0  # monotonic, of the last capture
+
+    @property
+    def is_due(self) -> bool:
+        """Was the last capture long enough ago for another one under load?"""
+        return time.monotonic() - self._last_s > CAPTURE_EVERY_S
+
+    def capture(self, function: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
+        """A graph of function(), and what it returned: memory that each replay writes.
+
+        The function ran before on like arguments: kernels compile, and libraries allocate, then.
+        """
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # A collection may free what must not be freed during a capture, and takes long.
+        was_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_collecting:
+                gc.enable()
+        self._last_s = time.monotonic()
+        return graph, result
+
+
 class DecodeGraphs:
     """The graphs of one runner. `rows` is the tensor of slots that every graph reads.
 
@@ -58,24 +96,21 @@ class DecodeGraphs:
     work only, the same for any content of `rows`.
     """
 
-    def __init__(self, step: Step, forward: Forward, rows: torch.Tensor, max_rows: int) -> None:
+    def __init__(
+        self, pool: GraphPool, step: Step, forward: Forward, rows: torch.Tensor, max_rows: int
+    ) -> None:
+        self._pool: Final = pool
         self._step: Final = step
         self._forward: Final = forward
         self._rows: Final = rows
         self.sizes: Final = bucket_sizes(max_rows)
         self._missing: Final = list(self.sizes)  # captured from the end: largest first
         self._captured: Final[dict[int, _Captured]] = {}
-        self._pool: Final = torch.cuda.graph_pool_handle()
-        self._stream: Final = torch.cuda.Stream(rows.device)
-        self._last_s = 0.0  # monotonic, of the last capture
 
     @property
     def is_due(self) -> bool:
         """Should a busy worker capture another bucket before its next step?"""
-        return bool(self._missing) and self._may_capture()
-
-    def _may_capture(self) -> bool:
-        return time.monotonic() - self._last_s > CAPTURE_EVERY_S
+        return bool(self._missing) and self._pool.is_due
 
     def capture_next(self) -> bool:
         """Capture the largest bucket still missing; True while there are more.
@@ -88,31 +123,9 @@ class DecodeGraphs:
         size = self._missing.pop()
         rows = self._rows[:size]
         self._forward(rows)  # eager first: kernels compile and libraries allocate outside
-        graph, ids = self._capture(self._step, rows)
+        graph, ids = self._pool.capture(lambda: self._step(rows))
         self._captured[size] = _Captured(graph, ids)
         return bool(self._missing)
-
-    def _capture(
-        self, function: Callable[[torch.Tensor], _Result], rows: torch.Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, _Result]:
-        """A graph of function(rows), and what it returns: memory that each replay writes."""
-        torch.cuda.synchronize(rows.device)
-        graph = torch.cuda.CUDAGraph()
-        # A collection may free what must not be freed during a capture, and takes long.
-        was_collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = function(rows)
-                finally:
-                    graph.capture_end()
-        finally:
-            if was_collecting:
-                gc.enable()
-        self._last_s = time.monotonic()
-        return graph, result
 
     def _find(self, num_rows: int) -> tuple[int, _Captured] | None:
         for size in self.sizes:
@@ -130,9 +143,10 @@ class DecodeGraphs:
             return None
         size, captured = found
         if captured.forward is None:
-            if not self._may_capture():
+            if not self._pool.is_due:
                 return None
-            captured.forward, results = self._capture(self._forward, self._rows[:size])
+            rows = self._rows[:size]
+            captured.forward, results = self._pool.capture(lambda: self._forward(rows))
             captured.hidden, captured.positions = results
         assert captured.hidden is not None
         assert captured.positions is not None

@@ -36,6 +36,10 @@ class PromptScorer:
     def clear(self) -> None:
         self._last_hidden.clear()
 
+    def is_wanted(self, chunks: Chunks) -> bool:
+        """Does any of the chunks' requests ask for prompt logprobs?"""
+        return any(self._num_tops(slot) >= 0 for slot in chunks.slots)
+
     def score(
         self, chunks: Chunks, columns: ChunkColumns, hidden: torch.Tensor
     ) -> list[DeviceLogprobs | None] | None:

@@ -17,8 +17,9 @@ from nvserve.kernels.dispatch import HAS_TRITON
 from nvserve.protocol.messages import Chunks, SchedulerOutput
 from nvserve.protocol.progress import Phase, ProgressPage
 from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
-from nvserve.workers.graphs import DecodeGraphs
+from nvserve.workers.graphs import DecodeGraphs, GraphPool
 from nvserve.workers.kv_cache import KvCache
+from nvserve.workers.mixed_graphs import MixedGraphs
 from nvserve.workers.models.decoder import Decoder
 from nvserve.workers.models.layers import StepInputs
 from nvserve.workers.parallel import TensorParallel
@@ -53,18 +54,30 @@ class Runner:
         self._sampler = Sampler(batch.sampling, parallel, model.shard, staging)
         self._scorer = PromptScorer(model, parallel, batch.sampling)
         self.graphs: DecodeGraphs | None = None  # steps run eager without
+        self._mixed_graphs: MixedGraphs | None = None
         self._stopwatch: Stopwatch | None = None  # of the last step launched
 
     @torch.inference_mode()
     def use_graphs(self, max_rows: int) -> None:
         """Replay decode steps of up to max_rows from now on; the largest bucket is captured now."""
-        self.graphs = DecodeGraphs(self.plain_step, self.decode_forward, self.batch.rows, max_rows)
+        pool = GraphPool(self.model.device)
+        rows = self.batch.rows
+        self.graphs = DecodeGraphs(pool, self.plain_step, self.decode_forward, rows, max_rows)
+        self._mixed_graphs = MixedGraphs(
+            pool, self.mixed_step, self.mixed_forward, self.batch, self._staging
+        )
         self.graphs.capture_next()
+
+    def drop_graphs(self) -> None:
+        """Run eager from now on: the graphs hold collectives of a group that ends."""
+        self.graphs = self._mixed_graphs = None
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, while no step is in flight; True while more are missing."""
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is None or self._mixed_graphs is None:
+            return False
+        return self.graphs.capture_next() or self._mixed_graphs.capture_next()
 
     def clear(self) -> None:
         """Forget every request: a new epoch begins."""
@@ -178,24 +191,49 @@ class Runner:
         assert step.chunks is not None, "no chunks"
         batch = self.batch
         batch.check_chunks(step.chunks)
-        chunks = batch.upload_chunks(step.chunks)
         decoding = list(batch.decoding)
-        rows = batch.rows[: len(decoding)]
-        inputs = batch.chunk_inputs(chunks)
-        if decoding:
-            decode = batch.decode_inputs(rows)
-            self._plan_decode(decode)
-            inputs = join_inputs(decode, inputs)
-        hidden = self.model.forward(inputs, self.cache, self.backend)
-        batch.lengths.index_copy_(0, chunks.slots, chunks.ends)
-        scores = self._scorer.score(step.chunks, chunks, hidden[len(decoding) :])
         slots = decoding + list(compress(step.chunks.slots, step.chunks.samples))
+        is_scored = self._scorer.is_wanted(step.chunks)
+        if self._mixed_graphs is not None and not step.is_full_tail and not is_scored:
+            replayed = self._mixed_graphs.step(step.chunks, len(decoding))
+            if replayed is not None:
+                return PendingStep(replayed, slots, None, None, stopwatch, self._staging)
+        chunks = batch.upload_chunks(step.chunks)
+        rows = batch.rows[: len(decoding)]
+        inputs, hidden = self.mixed_forward(rows, chunks)
+        scores = self._scorer.score(step.chunks, chunks, hidden[len(decoding) :])
         if not slots:
             return PendingStep(rows.int(), [], None, scores, stopwatch, self._staging)
         hidden, row_slots, positions = self._sampling_rows(inputs, chunks, hidden, rows)
         sampled = self._sample(step, hidden, row_slots, positions, slots)
         ids = batch.advance(row_slots, sampled.ids, positions, sampled.values)
         return PendingStep(ids, slots, sampled.logprobs, scores, stopwatch, self._staging)
+
+    def mixed_forward(
+        self, rows: torch.Tensor, chunks: ChunkColumns
+    ) -> tuple[StepInputs, torch.Tensor]:
+        """Hidden states [T, N] of one token for each decode row, then all tokens of the chunks.
+
+        The chunks' slots get their new lengths. Device work only, like decode_forward.
+        """
+        inputs = self.batch.chunk_inputs(chunks)
+        if len(rows):
+            decode = self.batch.decode_inputs(rows)
+            self._plan_decode(decode)
+            inputs = join_inputs(decode, inputs)
+        hidden = self.model.forward(inputs, self.cache, self.backend)
+        self.batch.lengths.index_copy_(0, chunks.slots, chunks.lengths)
+        return inputs, hidden
+
+    def mixed_step(self, rows: torch.Tensor, chunks: ChunkColumns) -> torch.Tensor:
+        """A mixed step with the plain tail: ids [R] int32, of decode rows, then sampling chunks.
+
+        Device work only, like decode_forward.
+        """
+        inputs, hidden = self.mixed_forward(rows, chunks)
+        hidden, slots, positions = self._sampling_rows(inputs, chunks, hidden, rows)
+        sampled = self._sampler.plain(self.model.logits(hidden), slots, positions)
+        return self.batch.advance(slots, sampled.ids, positions, sampled.values)
 
     def _sampling_rows(
         self, inputs: StepInputs, chunks: ChunkColumns, hidden: torch.Tensor, rows: torch.Tensor

@@ -65,6 +65,14 @@ class Staging:
         self._has_uploads = True
         return self._pinned(host).copy_(host).to(self._device, non_blocking=True)
 
+    def upload_into(self, target: torch.Tensor, values: "npt.NDArray[np.generic]") -> None:
+        """A host array to a device tensor of the same shape and dtype."""
+        host = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        if self._ring:
+            self._has_uploads = True
+            host = self._pinned(host).copy_(host)
+        target.copy_(host, non_blocking=True)
+
     def download(self, values: torch.Tensor) -> torch.Tensor:
         """A device tensor as it will be in host memory once the step is done."""
         if values.device.type == "cpu":

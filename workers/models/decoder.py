@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nvserve.kernels.ahead import after_norm, after_rope
 from nvserve.kernels.attention import AttentionBackend
 from nvserve.kernels.matmul import linear, linear_silu_mul
 from nvserve.kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
@@ -75,15 +74,13 @@ class Decoder:
         self, inputs: StepInputs, cache: KvCache, backend: AttentionBackend
     ) -> torch.Tensor:
         """Normalized hidden states [T, N]; writes the step's K and V to the cache."""
-        eps, num_tokens = self.config.norm_eps, len(inputs.tokens)
+        eps = self.config.norm_eps
         x, residual = self._embed(inputs.tokens)
         for index, layer in enumerate(self.layers):
             if index > 0:
-                ahead = after_norm(layer.qkv, num_tokens)
-                x, residual = add_rms_norm(x, residual, layer.input_norm, eps, ahead)
+                x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(layer, x, inputs, cache.layers[index], backend)
-            ahead = after_norm(layer.gate_up, num_tokens)
-            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps, ahead)
+            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps)
             x = self._feed_forward(layer, x)
         x, _ = add_rms_norm(x, residual, self.final_norm, eps)
         return x
@@ -125,7 +122,6 @@ class Decoder:
             inputs.slot_mapping,
             self.shard.num_heads,
             self.shard.num_kv_heads,
-            after_rope(layer.output, len(x)),
         )
         mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
         out = self._parallel.all_reduce(linear(mixed, layer.output))
