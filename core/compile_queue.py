@@ -6,6 +6,7 @@ decides nothing else.
 """
 
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from typing import Final
 from nvserve.core.constraint import Matcher
 from nvserve.core.errors import RequestRefused
 from nvserve.protocol.messages import RefusalKind, Submit
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS: Final = 2
 COMPILE_LIMIT_S: Final = 5.0
@@ -45,7 +48,7 @@ class CompileQueue:
         self._jobs: dict[int, _Job] = {}  # by request id, oldest first
         self._waiting: deque[_Job] = deque()
         self._num_free = NUM_THREADS
-        self._done: Final[deque[None]] = deque()  # one entry a thread that became free
+        # Counts the threads that became free.
         self._wake: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __len__(self) -> int:
@@ -53,6 +56,11 @@ class CompileQueue:
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._jobs
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is to be taken, and no thread will become free."""
+        return not self._jobs and self._num_free == NUM_THREADS
 
     def fileno(self) -> int:
         return self._wake
@@ -98,16 +106,12 @@ class CompileQueue:
             job.future.add_done_callback(self._on_done)
 
     def _on_done(self, _: "Future[Matcher]") -> None:
-        """Runs in the thread: a deque's append and an eventfd's write are safe there."""
-        self._done.append(None)
+        """Runs in the thread, behind the setting of its result."""
         os.eventfd_write(self._wake, 1)
 
     def _collect_threads(self) -> None:
         with contextlib.suppress(BlockingIOError):  # none is ready; one may be late all the same
-            os.eventfd_read(self._wake)
-        while self._done:
-            self._done.popleft()
-            self._num_free += 1
+            self._num_free += os.eventfd_read(self._wake)
 
     def _result(self, job: _Job, now_s: float) -> Matcher | RequestRefused | None:
         if job.future is not None and job.future.done():
@@ -116,7 +120,8 @@ class CompileQueue:
                 return job.future.result()
             if isinstance(error, RequestRefused):
                 return error
-            raise error
+            logger.error("the grammar compiler failed", exc_info=error)
+            return RequestRefused("grammar", "grammar: the compiler failed on it")
         if job.submit.is_replay:
             return None  # it was accepted once, so it compiles; never refused
         if job.future is not None and now_s - job.begun_s > COMPILE_LIMIT_S:
@@ -124,7 +129,11 @@ class CompileQueue:
                 "grammar", f"grammar: takes more than {COMPILE_LIMIT_S:g} s to compile"
             )
         if job.future is None and now_s - job.queued_s > QUEUE_LIMIT_S:
-            return RequestRefused(
-                "", "too many grammars are being compiled", RefusalKind.BUSY, RETRY_AFTER_S
-            )
+            return overloaded()
         return None
+
+
+def overloaded() -> RequestRefused:
+    """The refusal of a submit for which no thread is in sight."""
+    text = "too many grammars are being compiled"
+    return RequestRefused("", text, RefusalKind.BUSY, RETRY_AFTER_S)

@@ -7,18 +7,22 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from nvserve.core.errors import EpochFault
+from nvserve.core.compile_queue import Compile, CompileQueue, overloaded
+from nvserve.core.constraint import Matcher
+from nvserve.core.errors import EpochFault, RequestRefused
 from nvserve.core.limits import Limits
 from nvserve.core.links import FrontendLink, WorkerLinks
 from nvserve.core.replies import Replies
 from nvserve.core.scheduler import Scheduler
 from nvserve.core.stats import core_stats
 from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.config import Config
 from nvserve.protocol.control import (
     Condition,
     Drain,
@@ -35,6 +39,9 @@ from nvserve.protocol.control import (
 )
 from nvserve.protocol.messages import Abort, CoreStats, Finish, FinishReason, Submit
 from nvserve.protocol.progress import Phase
+
+if TYPE_CHECKING:
+    from nvserve.core.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +65,8 @@ class Core:
         )
         self._frontend: Final = FrontendLink(context, setup.launch_dir, setup.life)
         self._workers: Final = WorkerLinks(context, setup.launch_dir, setup.life)
+        self._compiling: Final = CompileQueue(_grammar_compiler(setup.config))
+        self._max_compiling: Final = setup.config.max_queued_requests
         self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
         self._is_held = False  # no step is planned until the next epoch
         self._owes_held = False
@@ -78,6 +87,7 @@ class Core:
                 return
             now = time.time()
             self._read_frontend()
+            self._read_compiled()
             self._read_workers(now)
             self._scheduler.expire(now)
             self._tell_search()
@@ -107,6 +117,7 @@ class Core:
         if peers.core_life != self._life or peers.frontend_life <= self._frontend.life:
             return  # meant for another life
         self._scheduler.drop_frontend()
+        self._compiling.clear()
         self._replies.restart(peers.frontend_life)
         self._frontend.connect(peers.frontend_life)
         self._last_stats = None
@@ -132,11 +143,40 @@ class Core:
         for message in self._frontend.receive():
             match message:
                 case Submit():
-                    self._scheduler.submit(message)
+                    self._submit(message)
                 case Abort():
-                    self._scheduler.end(message.request_ids, FinishReason.ABORT)
+                    self._end(message.request_ids, FinishReason.ABORT)
                 case Finish():
-                    self._scheduler.end(message.request_ids, FinishReason.STOP)
+                    self._end(message.request_ids, FinishReason.STOP)
+
+    def _submit(self, submit: Submit) -> None:
+        """Hand it to the scheduler; with a grammar it goes to the compiler first."""
+        num_compiling = len(self._compiling)
+        if not submit.sampling.grammar:
+            self._scheduler.submit(submit, num_compiling=num_compiling)
+        elif submit.request_id in self._compiling or self._scheduler.holds(submit.request_id):
+            self._scheduler.counters.dropped += 1
+        elif num_compiling >= self._max_compiling and not submit.is_replay:
+            self._scheduler.refuse(submit, overloaded())
+        else:
+            self._compiling.add(submit, time.monotonic())
+
+    def _end(self, request_ids: list[int], reason: FinishReason) -> None:
+        """One whose grammar is being compiled is not accepted yet, so nobody waits for a word."""
+        for request_id in request_ids:
+            if request_id in self._compiling:
+                self._compiling.drop(request_id)
+            else:
+                self._scheduler.end([request_id], reason)
+
+    def _read_compiled(self) -> None:
+        if self._compiling.is_idle:
+            return
+        for submit, result in self._compiling.take(time.monotonic()):
+            if isinstance(result, RequestRefused):
+                self._scheduler.refuse(submit, result)
+            else:
+                self._scheduler.submit(submit, result, num_compiling=len(self._compiling))
 
     def _read_workers(self, now: float) -> None:
         for message in self._workers.receive():
@@ -202,6 +242,7 @@ class Core:
         """Poll the sockets of the present lives."""
         self._poller = zmq.Poller()
         self._poller.register(self._child.control.fileno(), zmq.POLLIN)
+        self._poller.register(self._compiling.fileno(), zmq.POLLIN)
         for inbox in (self._frontend.inbox, self._workers.inbox):
             if inbox is not None:
                 self._poller.register(inbox.socket, zmq.POLLIN)
@@ -213,6 +254,27 @@ def _is_same(stats: CoreStats, other: CoreStats | None) -> bool:
         return False
     fields = (name for name in stats.__struct_fields__ if name != "time")
     return all(getattr(stats, name) == getattr(other, name) for name in fields)
+
+
+def _grammar_compiler(config: Config) -> Compile:
+    """Imported and loaded with the first grammar: most servers never see one."""
+    compiler: GrammarCompiler | None = None
+    lock = threading.Lock()
+
+    def compile_grammar(grammar: str) -> Matcher:
+        nonlocal compiler
+        with lock:
+            if compiler is None:
+                from nvserve.core.grammar import GrammarCompiler
+
+                compiler = GrammarCompiler(
+                    config.model,
+                    vocab_size=config.facts.vocab_size,
+                    eos_token_ids=config.facts.eos_token_ids,
+                )
+        return compiler.compile(grammar)
+
+    return compile_grammar
 
 
 def main(argv: list[str]) -> None:
