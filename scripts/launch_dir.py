@@ -7,6 +7,7 @@ cannot remove its directory: a shell that waits for its end does, and the next l
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -21,6 +22,8 @@ PREFIX: Final = "nvserve-"
 MAX_NAME_BYTES: Final = 32  # the longest socket name in it, with the slash
 RANDOM_BYTES: Final = 8  # mkdtemp's part of the name
 YOUNG_S: Final = 60.0  # a directory without a lock may still be in the making
+EPOCH_FILE: Final = re.compile(r"e(\d+)[w.]")  # the names of channel.py
+LIVES_FILE: Final = re.compile(r"f(\d+)c(\d+)\.")
 FALLBACK: Final = "/tmp"
 SWEEPER: Final = 'read -r _; rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }'
 SWEEPER_LIMIT_S: Final = 10.0
@@ -41,6 +44,20 @@ class LaunchDir:
         making.rename(self.path / "lock")  # it appears locked: nobody can take us for stale
 
         self._sweeper: Final = _start_sweeper(self.path)
+
+    def prune(self, *, epoch: int, frontend_life: int, core_life: int, pages: set[str]) -> None:
+        """Remove what the dead left behind: sockets and stores of earlier lives, other pages."""
+        for path in self.path.iterdir():
+            of_epoch = EPOCH_FILE.match(path.name)
+            of_lives = LIVES_FILE.match(path.name)
+            is_old = (
+                (of_epoch is not None and int(of_epoch[1]) < epoch)
+                or (of_lives is not None and int(of_lives[1]) < frontend_life)
+                or (of_lives is not None and int(of_lives[2]) < core_life)
+                or (path.suffix == ".page" and path.name not in pages)
+            )
+            if is_old:
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # the sweeper tries again

@@ -84,6 +84,7 @@ class Supervisor:
         self._last_tick = self._begun
         self._end: End | None = None
         self._is_announced = False
+        self._pruned_for: frozenset[ChildId] = frozenset()
 
     def run(self) -> ExitCode:
         """Serve until told to stop or unable to go on; everything is gone afterwards."""
@@ -128,9 +129,24 @@ class Supervisor:
         if self.policy.state is not State.READY:
             return
         self._display.settle()
+        self._prune()
         if not self._is_announced:
             self._is_announced = True
             self._announce()
+
+    def _prune(self) -> None:
+        """Once after each change: the files of the dead go."""
+        ids = frozenset(self._children)
+        if ids == self._pruned_for:
+            return
+        self._pruned_for = ids
+        lives = {child.role: child.life for child in ids}
+        self._directory.prune(
+            epoch=self.policy.formation.epoch,
+            frontend_life=lives[Role.FRONTEND],
+            core_life=lives[Role.CORE],
+            pages={f"{child.role.value}{child.life}.page" for child in ids},
+        )
 
     def _observe(self, child: Child, now: float) -> Observation:
         page = child.page()

@@ -1,6 +1,5 @@
 """`nvserve launch` with the demo model: start, serve, stop, and every way of failing to start."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,12 +7,13 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process.server import Server, is_running, served, title, wait_for
+from process.sockets import listeners, listeners_of
 
 from nvserve.scripts.model_facts import DEMO_MODEL
 
@@ -45,27 +45,6 @@ def status_of(url: str) -> int:
 def text_of(answer: dict[str, Any]) -> str:
     text: str = answer["choices"][0]["text"]
     return text
-
-
-def listeners() -> dict[str, tuple[str, int]]:
-    """(address in hexadecimal, port) of TCP sockets in state LISTEN, by inode."""
-    rows = []
-    for name in ("tcp", "tcp6"):
-        rows += Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    fields = [row.split() for row in rows]
-    split = {row[9]: row[1].split(":") for row in fields if row[3] == "0A"}
-    return {inode: (address, int(port, 16)) for inode, (address, port) in split.items()}
-
-
-def listeners_of(pids: Iterable[int]) -> set[tuple[str, int]]:
-    """What these processes listen on."""
-    known = listeners()
-    held = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                held.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    return {known[inode] for inode in held & known.keys()}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,296 @@
+"""Processes killed and stopped under load: every text stays as it would have been."""
+
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos.cases import Case, Texts
+from chaos.client import BadAnswer, Client
+from chaos.conftest import Row, share
+from chaos.load import Load, Ride, complaints
+from chaos.rig import RESIDENTS, Rig, rig
+from process.server import Server, is_running, served, wait_for
+from process.sockets import listeners
+
+from nvserve.protocol.progress import Phase
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+# A shared machine is slower than the two cores of the table; the measured pauses are printed.
+PATIENCE = float(os.environ.get("NVSERVE_TEST_PATIENCE", "2.0"))
+HANG_S = 5.0  # --hang-timeout of the rig
+PHASES = [None, Phase.PREPARING, Phase.FORWARD, Phase.SAMPLING, Phase.SENDING, Phase.WAITING]
+
+
+def strike_idle(rig: Rig, chance: random.Random) -> None:
+    """A kill while nothing runs."""
+    before = rig.settled()
+    rig.kill(f"worker {chance.randrange(2)}")
+    rig.wait_recovered(before)
+
+
+def assert_kept(before: dict[str, Any], after: dict[str, Any], gone: set[str]) -> None:
+    """All but the struck ones are the same processes as before."""
+    pids = [{p["name"]: p["pid"] for p in status["processes"]} for status in (before, after)]
+    kept = RESIDENTS - gone
+    assert {name: pids[0][name] for name in kept} == {name: pids[1][name] for name in kept}
+    assert all(pids[0][name] != pids[1][name] for name in gone)
+
+
+def test_killed_workers(row: Row, texts: Texts, cases: list[Case]) -> None:
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(50):
+            chance = random.Random(row.seed + number)
+            if number % 10 == 9:
+                strike_idle(chaos, chance)
+                chaos.check()
+                continue
+            before = chaos.settled()
+            victim = f"worker {chance.randrange(2)}"
+            with chaos.load(chance) as load:
+                at = chaos.kill(victim, chance.choice(PHASES))
+                after = chaos.wait_recovered(before)
+                chaos.judge(load, at)
+            assert_kept(before, after, {victim})
+            chaos.check()
+        row.pauses = chaos.pauses
+        assert share(row.pauses, 0.95) <= 1.5 * PATIENCE
+        assert max(row.pauses) <= 4.0 * PATIENCE
+
+
+def test_killed_workers_without_a_spare(row: Row, texts: Texts, cases: list[Case]) -> None:
+    with rig(texts, cases, "--spares", "0") as chaos:
+        for number in row.rounds(10):
+            chance = random.Random(row.seed + number)
+            before = chaos.server.wait_status("ready", lambda s: s["state"] == "ready")
+            with chaos.load(chance) as load:
+                at = chaos.kill(f"worker {chance.randrange(2)}", chance.choice(PHASES))
+                chaos.wait_recovered(before)
+                chaos.judge(load, at)
+        row.pauses = chaos.pauses
+        assert max(row.pauses) <= 6.0 * PATIENCE
+
+
+def test_killed_core(row: Row, texts: Texts, cases: list[Case]) -> None:
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(30):
+            chance = random.Random(row.seed + number)
+            before = chaos.settled()
+            with chaos.load(chance) as load:
+                at = chaos.kill("core", chance.choice([None, Phase.SERVING]))
+                after = chaos.wait_recovered(before)
+                chaos.judge(load, at)
+            assert_kept(before, after, {"core"})
+            chaos.check()
+        row.pauses = chaos.pauses
+        assert share(row.pauses, 0.95) <= 2.0 * PATIENCE
+
+
+def test_killed_frontend(row: Row, texts: Texts, cases: list[Case]) -> None:
+    """HTTP streams break; new requests are refused by nobody and answered by the next life."""
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(20):
+            chance = random.Random(row.seed + number)
+            before = chaos.settled()
+            with chaos.load(chance, arrivals_per_s=10.0) as load:
+                at = chaos.kill("frontend")
+                answer = chaos.client.complete(cases[0].body(4))
+                row.pauses.append(time.monotonic() - at)
+                assert answer.ids == cases[0].ids[:4]
+                rides = load.finish()
+            broken = [ride for ride in rides if ride.complaint(texts) is not None]
+            assert not [ride for ride in broken if ride.begun > at + 0.1], "a later request failed"
+            assert not [r for r in rides if isinstance(r.error, ConnectionRefusedError)]
+            assert all(ride.answer.ids == ride.case.ids[: len(ride.answer.ids)] for ride in broken)
+            wait_for("orphans gone", lambda: not chaos.metrics()["num_requests_running"], 1.0)
+            after = chaos.settled()
+            assert after["epoch"] == before["epoch"]
+            assert_kept(before, after, {"frontend"})
+            chaos.check()
+        assert max(row.pauses) <= 3.0 * PATIENCE
+
+
+@pytest.mark.parametrize(("victim", "in_table"), [("worker", 20), ("core", 5), ("frontend", 5)])
+def test_stopped(victim: str, in_table: int, row: Row, texts: Texts, cases: list[Case]) -> None:
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(in_table):
+            chance = random.Random(row.seed + number)
+            before = chaos.settled()
+            name = f"worker {chance.randrange(2)}" if victim == "worker" else victim
+            with chaos.load(chance) as load:
+                pid = chaos.find_phase(name, chance.choice([Phase.FORWARD, Phase.SERVING]))
+                at = time.monotonic()
+                os.kill(pid, signal.SIGSTOP)
+                wait_for("fenced", partial(is_gone, pid), (HANG_S + 1.0) * PATIENCE)
+                row.pauses.append(time.monotonic() - at)
+                if victim == "frontend":
+                    load.finish()
+                else:
+                    chaos.wait_recovered(before)
+                    chaos.judge(load, at)
+            assert_kept(before, chaos.settled(), {name})
+            chaos.check()
+
+
+def test_stopped_for_a_moment(row: Row, texts: Texts, cases: list[Case]) -> None:
+    """2 s are no hang: nobody is restarted."""
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(6):
+            chance = random.Random(row.seed + number)
+            before = chaos.settled()
+            name = chance.choice(sorted(RESIDENTS))
+            with chaos.load(chance) as load:
+                at = time.monotonic()
+                os.kill(chaos.pid(name), signal.SIGSTOP)
+                time.sleep(2.0)  # the length of the stop is what is tested
+                os.kill(chaos.pid(name), signal.SIGCONT)
+                chaos.judge(load, at)
+            assert_kept(before, chaos.settled(), set())
+            chaos.check()
+        row.pauses = chaos.pauses
+
+
+def test_killed_launcher(row: Row, texts: Texts, cases: list[Case]) -> None:
+    """Everything goes with it, whatever it is doing, and the next launch works at once."""
+    for number in row.rounds(30):
+        chance = random.Random(row.seed + number)
+        with served(Server.launch("--tp", "2", "--dtype", "float32")) as server:
+            is_early = number % 3 == 2
+            if is_early:  # while everything loads
+                wait_for("children", partial(find, server, "*.page"))
+                time.sleep(chance.random() * 2.0)
+                server.pids()
+                strike(server)
+                continue
+            url = server.wait_ready()
+            server.pids()
+            with Load(url, cases, seed=chance.getrandbits(30), num_streams=4) as load:
+                load.wait_flowing()
+                row.pauses.append(strike(server))
+            assert complaints(load.finish(), texts)
+            assert int(url.rpartition(":")[2]) not in {port for _, port in listeners().values()}
+
+
+def is_gone(pid: int) -> bool:
+    return not is_running(pid)
+
+
+def find(server: Server, name: str) -> list[Path]:
+    return list(server.tmpdir.glob(f"nvserve-*/{name}"))
+
+
+def has_children(server: Server) -> bool:
+    return len(server.pids()) >= 4
+
+
+def strike(server: Server) -> float:
+    """Kill the launcher; the seconds until nothing is left."""
+    at = time.monotonic()
+    server.signal(signal.SIGKILL)
+    server.process.wait(5.0)
+    server.wait_gone(limit_s=3.0)
+    wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), 3.0)
+    return time.monotonic() - at
+
+
+def test_killed_while_starting(row: Row) -> None:
+    """Ready, or a clean exit that names the victim."""
+    for number in row.rounds(10):
+        chance = random.Random(row.seed + number)
+        with served(Server.launch("--tp", "2", "--dtype", "float32")) as server:
+            wait_for("children", partial(find, server, "launcher.sock"))
+            wait_for("four children", partial(has_children, server))
+            victim = chance.choice(sorted(RESIDENTS))
+            pid = server.pids()[victim]
+            time.sleep(chance.random() * 2.0)
+            os.kill(pid, signal.SIGKILL)
+            if "nvserve is ready" not in "".join(server.out):
+                assert server.wait_exit() == 3
+                assert victim in server.text
+                assert not list(server.tmpdir.iterdir())
+
+
+def test_two_faults(row: Row, texts: Texts, cases: list[Case]) -> None:
+    """At once, or the second during the recovery from the first: recovered, never a hang."""
+    with rig(texts, cases) as chaos:
+        for number in row.rounds(20):
+            chance = random.Random(row.seed + number)
+            before = chaos.settled()
+            names = chance.sample(["worker 0", "worker 1", "core"], 2)
+            with chaos.load(chance) as load:
+                at = chaos.kill(names[0])
+                if chance.random() < 0.6:  # else at once
+                    time.sleep(chance.random() * 1.5)
+                if chance.random() < 0.3:
+                    os.kill(chaos.pid(names[1]), signal.SIGSTOP)
+                else:
+                    chaos.kill(names[1], chance.choice([None, Phase.LOADING, Phase.REBUILDING]))
+                chaos.wait_recovered(before)
+                chaos.judge(load, at)
+            chaos.check()
+        row.pauses = chaos.pauses
+
+
+def test_drained_on_sigterm(row: Row, texts: Texts, cases: list[Case]) -> None:
+    """New requests get a 503, running ones finish, exit 0."""
+    for number in row.rounds(10):
+        chance = random.Random(row.seed + number)
+        with served(Server.launch("--tp", "2", "--dtype", "float32")) as server:
+            url = server.wait_ready()
+            server.pids()
+            with Load(url, cases, seed=chance.getrandbits(30), arrivals_per_s=0.0) as load:
+                load.wait_flowing()
+                at = time.monotonic()
+                server.signal(signal.SIGTERM)
+                wait_for("a refusal", partial(is_refused, Client(url), cases[0]), 5.0)
+                rides: list[Ride] = load.finish()
+            assert complaints(rides, texts) == []
+            assert server.wait_exit() == 0
+            row.pauses.append(time.monotonic() - at)
+
+
+def is_refused(client: Client, case: Case) -> bool:
+    try:
+        client.complete(case.body(1))
+    except BadAnswer as error:
+        return error.status == 503
+    return False
+
+
+def test_too_many_deaths_end_the_launch(texts: Texts, cases: list[Case]) -> None:
+    """The default of --max-restarts, with everybody told and another exit status."""
+    with served(Server.launch("--tp", "2", "--dtype", "float32")) as server:
+        url = server.wait_ready()
+        with Load(url, cases, seed=1, num_streams=4, arrivals_per_s=0.0) as load:
+            load.wait_flowing()
+            for _ in range(6):
+                status = server.status()
+                os.kill(server.pids()["core"], signal.SIGKILL)
+                if not wait_death(server, status["epoch"]):
+                    break
+            load.finish()
+        assert server.wait_exit() == 5
+        assert "more than 5 unplanned deaths" in server.text
+        assert complaints(load.rides, texts)
+
+
+def wait_death(server: Server, epoch: int) -> bool:
+    """False when the launch has ended instead of recovering."""
+
+    def probe() -> str | None:
+        if server.process.poll() is not None:
+            return "ended"
+        try:
+            status = server.status()
+        except (OSError, ValueError):
+            return None
+        if status["state"] == "failed":
+            return "ended"
+        return "ready" if (status["state"], status["epoch"] > epoch) == ("ready", True) else None
+
+    return wait_for("ready or ended", probe, 60.0) == "ready"
