@@ -19,27 +19,43 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvserve.kernels.dispatch import INTERPRETED
 
-_is_compiling_only = False
+# What launches compiled inside compiling_only(); None outside.
+_held_back: list[Any] | None = None
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
     """Inside, launches compile their kernels in other threads and run nothing; waits at the end.
 
-    Most of a compilation is outside of Python, so that the threads need not wait for each other.
-    What the kernels would have written is not: use the results for nothing but further launches.
+    Most of a compilation is outside of Python, so that the threads need not wait for each other;
+    the longest should be asked for first. What the kernels would have written is not: use the
+    results for nothing but further launches.
     """
-    global _is_compiling_only
+    global _held_back
     if INTERPRETED or not hasattr(triton, "AsyncCompileMode"):
         yield
         return
     num_threads = max(1, min(16, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
-        _is_compiling_only = True
+    with ThreadPoolExecutor(num_threads) as threads:
         try:
-            yield
+            with triton.AsyncCompileMode(threads):
+                _held_back = []
+                yield
+            kernels = {id(kernel): kernel for kernel in map(_finished, _held_back)}
         finally:
-            _is_compiling_only = False
+            _held_back = None
+        device = torch.cuda.current_device()  # threads begin at the first
+
+        def load(kernel: Any) -> None:
+            """The first look at a kernel's grid builds its launcher, with a C compiler."""
+            with torch.cuda.device(device):
+                kernel[(1, 1, 1)]
+
+        list(threads.map(load, kernels.values()))
+
+
+def _finished(kernel: Any) -> Any:
+    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 class _Kernel(triton.JITFunction):  # type: ignore[misc]
@@ -57,9 +73,13 @@ class _Kernel(triton.JITFunction):  # type: ignore[misc]
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if _is_compiling_only:
-            return functools.partial(self.warmup, grid=grid)
+        if _held_back is not None:
+            return functools.partial(self._compile, grid)
         return functools.partial(self._launch, grid)
+
+    def _compile(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        assert _held_back is not None, "inside compiling_only()"
+        _held_back.append(self.warmup(*arguments, grid=grid, **options))
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         likes: list[object] = [torch.cuda.current_device(), *options.values()]

@@ -126,16 +126,15 @@ class Runner:
         """Run steps as large as they get, on the scratch slot: chunks of num_tokens, all rows."""
         self._staging.begin()
         batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
+        rows = torch.full_like(batch.rows, batch.scratch)
+        hidden, positions = self.decode_forward(rows)
+        self._sampler.full(self.model.logits(hidden), rows, positions, rows.tolist(), None)
+        self.plain_step(rows)
         counts = [limit] * (num_tokens // limit) + [num_tokens % limit] * (num_tokens % limit > 0)
         slots, zeros = [batch.scratch] * len(counts), [0] * len(counts)
         chunks = Chunks(slots, zeros, counts, bytes(4 * num_tokens), [True] * len(counts))
         inputs = batch.chunk_inputs(batch.upload_chunks(chunks))
         self.model.forward(inputs, self.cache, self.backend)
-        rows = torch.full_like(batch.rows, batch.scratch)
-        self.plain_step(rows)
-        hidden, positions = self.decode_forward(rows)
-        logits = self.model.logits(hidden)
-        self._sampler.full(logits, rows, positions, rows.tolist(), None)
         batch.clear()
         self._staging.end()
 
