@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 from process.server import Server, is_running, served
 
@@ -14,7 +15,12 @@ def test_zmq_streams_outlive_their_frontend_on_a_port_that_was_drawn() -> None:
     with served(Server.launch("--spares", "0", "--zmq-port", "0")) as server:
         server.wait_ready()
         endpoint = server.wait_text(r"ZMQ clients: (\S+)").group(1)
-        params = {"max_tokens": NUM_TOKENS, "seed": 3, "temperature": 0.9, "ignore_eos": True}
+        params: dict[str, Any] = {
+            "max_tokens": NUM_TOKENS,
+            "seed": 3,
+            "temperature": 0.9,
+            "ignore_eos": True,
+        }
         with Client(endpoint) as client:
             expected = client.generate(PROMPT, **params)
             request = client.submit(PROMPT, **params)

@@ -170,21 +170,20 @@ def test_raw_bytes(target: Asker) -> None:
 def frame(seed: int) -> list[bytes]:
     """A multipart message: mutated messages of the protocol, other msgpack, or noise."""
     draw = random.Random(seed)
-    good = encode_client(
-        draw.choice(
-            [
-                Hello(version=draw.choice([1, 1, 0, 2**40])),
-                Abort(id=draw.randrange(5)),
-                Submit(id=draw.randrange(5), prompt="a", params=ClientParams(max_tokens=2)),
-                Submit(id=-(2**63), prompt_ids=b"\7\0\0\0", emitted=b"\7\0\0\0"),
-            ]
-        )
-    )
+    messages: list[Hello | Abort | Submit] = [
+        Hello(version=draw.choice([1, 1, 0, 2**40])),
+        Abort(id=draw.randrange(5)),
+        Submit(id=draw.randrange(5), prompt="a", params=ClientParams(max_tokens=2)),
+        Submit(id=-(2**63), prompt_ids=b"\7\0\0\0", emitted=b"\7\0\0\0"),
+    ]
+    good = encode_client(draw.choice(messages))
     kind = draw.randrange(6)
     if kind == 0:
         return [draw.randbytes(draw.randrange(0, 300))]
     if kind == 1:
-        value = draw.choice([1, "x", [], {}, {"type": "Submit"}, {"type": 5}, [[[]]], None, 2.5])
+        value: object = draw.choice(
+            [1, "x", [], {}, {"type": "Submit"}, {"type": 5}, [[[]]], None, 2.5]
+        )
         return [msgspec.msgpack.encode(value)]
     if kind == 2:
         return [good] * draw.randrange(2, 5)
