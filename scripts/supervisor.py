@@ -84,6 +84,8 @@ class Supervisor:
         self._last_tick = self._begun
         self._end: End | None = None
         self._is_announced = False
+        self._poisons: Final[dict[str, Inject]] = {}  # by process name
+        self._poisoned: Final[set[int]] = set()  # pids that have theirs
         self._pruned_for: frozenset[ChildId] = frozenset()
 
     def run(self) -> ExitCode:
@@ -228,6 +230,7 @@ class Supervisor:
                     child = self._children[child_id]
                     if isinstance(message, StartEpoch) and message.rank >= 0:
                         child.name = f"worker {message.rank}"
+                        self._poison(child)
                     child.send(message)  # one that does not read is dead or will be found hung
                 case Kill(child_id, wants_stacks):
                     self._children[child_id].kill(wants_stacks=wants_stacks)
@@ -251,6 +254,7 @@ class Supervisor:
         )
         child = Child(child_id, name, setup, self._programs)
         self._children[child_id] = child
+        self._poison(child)
         callbacks: list[tuple[int, Callable[[Child], None]]] = [
             (child.control.fileno(), self._hear),
             (child.output, self._show),
@@ -258,6 +262,13 @@ class Supervisor:
         ]
         for fd, callback in callbacks:
             self._selector.register(fd, selectors.EVENT_READ, lambda c=callback: c(child))
+
+    def _poison(self, child: Child) -> None:
+        """Arm a new life with the fault that a request brings upon its kind."""
+        poison = self._poisons.get(child.name)
+        if poison is not None and child.pid not in self._poisoned:
+            self._poisoned.add(child.pid)
+            child.send(poison)
 
     def _note(self, text: str, accident: ChildId | None) -> None:
         self._display.note(text, is_urgent=accident is not None)
@@ -320,11 +331,14 @@ class Supervisor:
             order = msgspec.convert(fault, Inject)
         except msgspec.ValidationError as error:
             return {"error": f"no such fault: {error}"}
+        if order.token >= 0:  # a poisonous request stays so, whatever life of the process runs it
+            self._poisons[name] = order
         number = IMMEDIATE.get(order.kind)
         if number is not None and not order.phase:
             child.signal(number)
         elif not child.send(order):
             return {"error": f"{name} does not read its orders"}
+        self._poisoned.add(child.pid)
         return {"pid": child.pid}
 
     def _status(self) -> Reply:
