@@ -1,0 +1,105 @@
+"""Pools too small for everybody: what clients get is what a roomy server gives, field by field."""
+
+import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from process.server import Server
+from surface.asking import Asker
+
+SHARED = "KING RICHARD III:\nMy lords, before I speak of war and of the crown,\n"
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.1, "seed": 2, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.7, "seed": 3, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+    {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.9, "seed": 5, "stop": ["the", "\n\n"], "include_stop_str_in_output": True},
+    {"temperature": 0, "logit_bias": {"300": -5, "12": 1}, "min_tokens": 20, "ignore_eos": False},
+    {"temperature": 0.9, "seed": 6, "bad_words": ["my lord", "I"], "n": 2},
+    {"temperature": 0.9, "seed": 7, "allowed_token_ids": list(range(280, 400))},
+    {"temperature": 0, "echo": True, "logprobs": 1},
+    {"temperature": 0, "stop_token_ids": [300, 301, 302, 303]},
+    {"temperature": 0.6, "seed": 8, "stream": True, "logprobs": 0},
+]
+FLAGS = ["--spares", "0", "--block-size", "8", "--max-model-len", "136"]
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Asker]:
+    server = Server.launch(*FLAGS, "--max-num-seqs", "1")
+    try:
+        yield Asker(server, server.wait_ready())
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def cramped() -> Iterator[Asker]:
+    server = Server.launch(*FLAGS, "--num-kv-blocks", "19", "--max-num-batched-tokens", "32")
+    try:
+        yield Asker(server, server.wait_ready())
+    finally:
+        server.close()
+
+
+def ask(asker: Asker, params: dict[str, Any]) -> Any:
+    body = {"prompt": SHARED, "max_tokens": 80, "ignore_eos": True, "return_token_ids": True}
+    if not params.get("stream"):
+        return asker.complete(**(body | params))["choices"]
+    joined: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": []}
+    for event in asker.events("/v1/completions", body | params):
+        for choice in event["choices"]:
+            joined["text"] += choice["text"]
+            joined["token_ids"] += choice["token_ids"]
+            joined["logprobs"] += (choice["logprobs"] or {}).get("token_logprobs", [])
+            joined["finish_reason"] = choice["finish_reason"]
+    return joined
+
+
+def test_a25_every_parameter_survives_preemptions(roomy: Asker, cramped: Asker) -> None:
+    expected = [ask(roomy, params) for params in PARAMS]
+    with concurrent.futures.ThreadPoolExecutor(len(PARAMS)) as pool:
+        answers = list(pool.map(lambda params: ask(cramped, params), PARAMS))
+    for params, answer, right in zip(PARAMS, answers, expected, strict=True):
+        assert close(answer, right), f"{params}:\n{answer}\n{right}"
+    cramped.check_alive()
+    assert cramped.metrics()["nvserve:num_preemptions_total"] >= 3 * len(PARAMS)
+
+
+def close(left: Any, right: Any) -> bool:
+    """Equal, but for logprobs that differ in their last digit."""
+    if isinstance(left, float) and isinstance(right, float):
+        return abs(left - right) < 2e-3
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(close(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(close, left, right))
+    return bool(left == right)
+
+
+def test_a22_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
+    server = Server.launch(
+        *("--spares", "0", "--num-kv-blocks", "5", "--block-size", "16", "--max-model-len", "4096")
+    )
+    try:
+        asker = Asker(server, server.wait_ready())
+        big = {"prompt": [300] * 60, "max_tokens": 100, "ignore_eos": True}
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            refused = [
+                pool.submit(asker.refusal, "/v1/completions", big),
+                pool.submit(asker.refusal, "/v1/completions", big | {"prompt": [300] * 65}),
+            ]
+            small = [
+                pool.submit(asker.complete, prompt=[300 + i] * 8, max_tokens=8) for i in range(10)
+            ]
+            errors = [one.result(60) for one in refused]
+            assert all(one.result(60)["usage"]["prompt_tokens"] == 8 for one in small)
+        assert [error["param"] for error in errors] == ["max_tokens", "prompt"]
+        assert all("4" in error["message"] for error in errors), "the limit is named"
+        exact = asker.complete(prompt=[300] * 64, max_tokens=1)
+        assert exact["usage"]["completion_tokens"] == 1
+        asker.check_alive()
+    finally:
+        server.close()
