@@ -14,6 +14,7 @@ import msgspec
 from nvserve.frontend.detokenizer import Vocabulary
 from nvserve.frontend.engine import EmitExtras, Engine
 from nvserve.frontend.errors import ApiError
+from nvserve.frontend.grammars import Grammar, named_by_client
 from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
@@ -54,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True):
     salt: str = ""
     is_score_only: bool = False
     timeout_s: float | None = None  # None takes the server's
+    grammar: Grammar | None = None
 
 
 Sink = Callable[["Choice", Delta], None]
@@ -124,7 +126,7 @@ class Choice:
         self._generation.note_accepted()
 
     def on_refused(self, error: ApiError) -> None:
-        self._generation.fail(error)
+        self._generation.fail(named_by_client(error, self._generation.plan.grammar))
 
     def on_failure(self, error: Exception) -> None:
         self._generation.fail(ApiError(500, "the server failed on this request"))

@@ -89,6 +89,7 @@ def resolve_sampling(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    grammar: str = "",
 ) -> SamplingParams:
     """All parameters with their defaults, or a 400 for the first one out of range."""
     defaults = limits.sampling_defaults
@@ -113,6 +114,7 @@ def resolve_sampling(
         logit_bias=_logit_bias(fields.logit_bias or {}),
         allowed_token_ids=_allowed(fields.allowed_token_ids),
         bad_words=_bad_words(fields.bad_words or [], tokenizer),
+        grammar=grammar,
     )
     try:
         check_sampling(params, limits.vocab_size)

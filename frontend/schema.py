@@ -29,10 +29,20 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema as OpenAI wraps it; the output follows it whether `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only plain text is served."""
+    """`text`, `json_object` or `json_schema`."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class Body(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +55,10 @@ class Body(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -159,8 +173,6 @@ def check_body(body: Body) -> None:
         raise invalid("stream_options", "is only allowed with stream")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "is not available with stream", "unsupported_parameter")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise _unsupported("response_format")
 
 
 def check_completion(body: CompletionBody) -> None:

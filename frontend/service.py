@@ -15,6 +15,7 @@ import msgspec
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
+from nvserve.frontend.grammars import resolve_grammar
 from nvserve.frontend.params import (
     Limits,
     check_prompt,
@@ -212,6 +213,7 @@ class Service:
         names: tuple[str, str] = ("prompt", "max_tokens"),
     ) -> Plan:
         asked = fields.max_tokens if max_tokens is None else max_tokens
+        grammar = resolve_grammar(fields)
         by_max_tokens: dict[int, SamplingParams] = {}
         sampling = []
         for prompt in prompts:
@@ -227,6 +229,7 @@ class Service:
                     max_tokens=room,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    grammar=grammar.text if grammar is not None else "",
                 )
             sampling.append(by_max_tokens[room])
         if self.config.device == "sim":
@@ -243,6 +246,7 @@ class Service:
             priority=resolve_priority(fields.priority),
             salt=resolve_salt(fields.cache_salt),
             is_score_only=is_score_only,
+            grammar=grammar,
         )
 
     # -- running ---------------------------------------------------------------------------------

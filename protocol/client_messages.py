@@ -24,7 +24,7 @@ the message's name under "type". Unset fields may be left out.
 Token ids travel as little-endian int32 bytes. Knows shapes of messages only.
 """
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -32,6 +32,18 @@ CLIENT_PROTOCOL: Final = 1  # Hello.version
 BEAT_S: Final = 0.5
 SILENCE_S: Final = 5.0
 MAX_CLIENT_FRAME_BYTES: Final = 16 << 20  # a larger frame ends the connection
+
+
+class StructuredOutputs(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The form that the output must have; exactly one of these."""
+
+    json: Any = None  # a JSON schema: an object, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or EBNF
+    json_object: bool | None = None  # any JSON object
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,6 +69,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     allowed_token_ids: list[int] | None = None
     priority: int | None = None  # lower runs first
     cache_salt: str | None = None  # requests of different salts share no cached prefix
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ClientParams(SamplingFields, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

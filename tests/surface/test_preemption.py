@@ -20,6 +20,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 6, "bad_words": ["my lord", "I"], "n": 2},
     {"temperature": 0.9, "seed": 7, "allowed_token_ids": list(range(280, 400))},
     {"temperature": 0, "echo": True, "logprobs": 1},
+    {"temperature": 0.8, "seed": 9, "guided_regex": "([a-z]{2,6} ){30}", "ignore_eos": False},
     {"temperature": 0, "stop_token_ids": [300, 301, 302, 303]},
     {"temperature": 0.6, "seed": 8, "stream": True, "logprobs": 0},
 ]

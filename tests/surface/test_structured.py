@@ -1,0 +1,218 @@
+"""Output in the form that was asked for: every field, both doors, streams, recoveries, bombs."""
+
+import json
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import openai
+import pytest
+from process.server import Server, served
+from surface.asking import Asker
+from tokenizers import Tokenizer
+
+from nvserve.frontend.client import Client
+from nvserve.frontend.client_session import RequestError
+from nvserve.scripts.model_facts import DEMO_MODEL
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"enum": ["king", "queen", "fool"]},
+        "age": {"type": "integer", "minimum": 10, "maximum": 99},
+        "lines": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]{1,5}$"},
+            "minItems": 1,
+            "maxItems": 2,
+        },
+    },
+    "required": ["title", "age", "lines"],
+    "additionalProperties": False,
+}
+EBNF = 'root ::= "go " ("left" | "right") "!"'
+LARK = 'start: "go " ("left" | "right") "!"'
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "[ab]{3,6}c"}, "[ab]{3,6}c"),
+    ({"guided_choice": ["yes", "no", "perhaps"]}, "yes|no|perhaps"),
+    ({"guided_grammar": LARK}, "go (left|right)!"),
+    ({"structured_outputs": {"regex": "\\d{2}:\\d{2}"}}, "\\d{2}:\\d{2}"),
+    ({"structured_outputs": {"choice": ["한국", "日本"]}}, "한국|日本"),
+    ({"structured_outputs": {"grammar": EBNF}}, "go (left|right)!"),
+]
+JSON_CASES: list[dict[str, Any]] = [
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+]
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+# The demo model knows plays, not JSON: left alone it fills the room between tokens with blanks.
+NO_BLANKS = {
+    str(token_id): -100
+    for token_id in range(TOKENIZER.get_vocab_size())
+    if not TOKENIZER.decode([token_id], skip_special_tokens=False).strip()
+}
+LONG = {"max_tokens": 400, "temperature": 0.7, "seed": 11}
+
+
+def assert_follows_schema(text: str) -> None:
+    found = json.loads(text)
+    assert found.keys() == {"title", "age", "lines"}
+    assert found["title"] in ("king", "queen", "fool")
+    assert 10 <= found["age"] <= 99
+    assert all(re.fullmatch("[a-z]{1,5}", line) for line in found["lines"])
+    assert 1 <= len(found["lines"]) <= 2
+
+
+@pytest.mark.parametrize(("fields", "pattern"), CASES)
+def test_text_has_the_form(asker: Asker, fields: dict[str, Any], pattern: str) -> None:
+    [choice] = asker.complete(prompt="My lord", **LONG, **fields)["choices"]
+    assert re.fullmatch(pattern, choice["text"])
+    assert choice["finish_reason"] == "stop"
+    chat = asker.chat("Speak", **LONG, **fields)["choices"][0]
+    assert re.fullmatch(pattern, chat["message"]["content"])
+    body = {"prompt": "My lord", **LONG, **fields, "n": 2}
+    texts = ["", ""]
+    for event in asker.events("/v1/completions", body):
+        for one in event["choices"]:
+            texts[one["index"]] += one["text"]
+    assert texts[0] == choice["text"]
+    assert re.fullmatch(pattern, texts[1])
+
+
+@pytest.mark.parametrize("fields", JSON_CASES)
+def test_json_follows_its_schema(asker: Asker, fields: dict[str, Any]) -> None:
+    assert_follows_schema(
+        asker.complete(prompt="x", **LONG, **fields, logit_bias=NO_BLANKS)["choices"][0]["text"]
+    )
+
+
+def test_an_object_of_any_kind(asker: Asker) -> None:
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 60}
+    text = asker.chat("Speak", temperature=0, **fields)["choices"][0]["message"]["content"]
+    assert text.startswith("{")
+
+
+def test_over_zmq(asker: Asker) -> None:
+    with Client(asker.zmq_endpoint) as client:
+        result = client.generate(
+            "x", structured_outputs={"json": SCHEMA}, logit_bias=NO_BLANKS, **LONG
+        )
+        assert_follows_schema(result.text)
+        assert result.finish_reason == "stop"
+        with pytest.raises(RequestError) as caught:
+            client.generate("x", structured_outputs={"regex": "(?<=x)*"})
+        assert (caught.value.status, caught.value.param) == (400, "structured_outputs.regex")
+        with pytest.raises(RequestError) as caught:
+            client.generate("x", structured_outputs={"regex": "a", "json": {}})
+        assert caught.value.status == 400
+
+
+def test_other_parameters_hold_inside_a_grammar(asker: Asker) -> None:
+    fields = {"guided_regex": "[a-z ]{30,60}", "temperature": 0, "logprobs": 1, "max_tokens": 60}
+    answer = asker.complete(prompt="My", **fields, presence_penalty=1.0, return_token_ids=True)
+    [choice] = answer["choices"]
+    assert re.fullmatch("[a-z ]{30,60}", choice["text"])
+    assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+    stopped = asker.complete(prompt="My", **fields, stop=[choice["text"][5:8]])["choices"][0]
+    assert len(stopped["text"]) < 30
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_pydantic_through_the_official_client(asker: Asker) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Person(pydantic.BaseModel):  # type: ignore[misc, name-defined]  # imported at run time
+        name: str = pydantic.Field(pattern="^[a-z]{2,8}$")
+        age: int = pydantic.Field(ge=1, le=99)
+
+    with openai.OpenAI(base_url=f"{asker.url}/v1", api_key="none", timeout=60) as client:
+        answer = client.chat.completions.parse(
+            model="demo",
+            messages=[{"role": "user", "content": "Who goes there?"}],
+            response_format=Person,
+            max_tokens=300,
+            temperature=0.7,
+            seed=3,
+            logit_bias=NO_BLANKS,
+        )
+    person = answer.choices[0].message.parsed
+    assert person is not None
+    assert 1 <= person.age <= 99
+
+
+# -- refusals (A10) --------------------------------------------------------------------------------
+
+DEEP: Any = {"type": "string"}
+for _ in range(200):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+BOMBS: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "(" * 60_000}, "guided_regex"),
+    ({"guided_regex": "(" * 3_000}, "guided_regex"),
+    ({"guided_regex": "(?<=x)*"}, "guided_regex"),
+    ({"guided_regex": "*a"}, "guided_regex"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": "a{100000}"}, "guided_regex"),
+    ({"guided_json": DEEP}, "guided_json"),
+    ({"guided_json": "[" * 100_000}, "guided_json"),
+    ({"guided_json": {"type": "something"}}, "guided_json"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["x" * 200_000]}, "guided_choice"),
+    ({"guided_grammar": "start: start start"}, "guided_grammar"),
+    ({"guided_grammar": "start: (" + "(" * 5000}, "guided_grammar"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BOMBS)
+def test_a10_bad_grammars_are_refused_fast(
+    asker: Asker, fields: dict[str, Any], param: str
+) -> None:
+    begun = time.monotonic()
+    error = asker.refusal("/v1/completions", {"prompt": "x", "max_tokens": 4, **fields})
+    assert error["param"] == param, error
+    assert error["message"].startswith(param)
+    assert len(error["message"]) < 1000
+    assert time.monotonic() - begun < 2.0
+    asker.check_alive()
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "((a{200}){200}){200}"])
+def test_a10_patterns_that_explode_elsewhere_are_harmless(asker: Asker, pattern: str) -> None:
+    begun = time.monotonic()
+    fields = {"guided_regex": pattern, "max_tokens": 30, "temperature": 0}
+    assert re.fullmatch("a+b?", asker.complete(prompt="x", **fields)["choices"][0]["text"])
+    assert time.monotonic() - begun < 5.0
+
+
+# -- recoveries ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["core", "worker 0"])
+def test_a_grammar_goes_on_after_a_death(victim: str) -> None:
+    body = {"prompt": "My lord", "max_tokens": 400, "temperature": 0.8, "seed": 5}
+    body["guided_regex"] = "([a-z]{3,9} ){80}end"
+    with served(Server.launch("--max-restarts", "10")) as server:
+        asker = Asker(server, server.wait_ready())
+        expected = asker.complete(**body)["choices"][0]["text"]
+        assert re.fullmatch(str(body["guided_regex"]), expected) or len(expected) > 300
+        with openai.OpenAI(base_url=f"{asker.url}/v1", api_key="none", timeout=120) as client:
+            extra = {"guided_regex": body.pop("guided_regex")}
+            stream = client.completions.create(model="demo", stream=True, extra_body=extra, **body)
+            text = ""
+            for chunk in stream:
+                if not text:
+                    os.kill(server.pids()[victim], signal.SIGKILL)
+                text += chunk.choices[0].text
+        assert text == expected
+        assert server.pids()[victim] != asker.pids[victim]
