@@ -72,14 +72,21 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self.knows_tools: Final = "tools" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The prompt text; a 400 when the template refuses or cannot render the messages."""
         chat = [self._adapt(message) for message in messages]
         try:
             text = self._template.render(
                 messages=chat,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

@@ -20,6 +20,7 @@ from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
 from nvserve.frontend.stop_strings import StopMatcher
 from nvserve.frontend.token_logprobs import PromptScores, output_entries
+from nvserve.frontend.tools import ToolPlan
 from nvserve.protocol.client_messages import TokenLogprob
 from nvserve.protocol.messages import FinishReason
 from nvserve.protocol.sampling import SamplingParams
@@ -56,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     is_score_only: bool = False
     timeout_s: float | None = None  # None takes the server's
     grammar: Grammar | None = None
+    tools: ToolPlan = ToolPlan([])
 
 
 Sink = Callable[["Choice", Delta], None]

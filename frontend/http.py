@@ -14,6 +14,7 @@ import msgspec
 from starlette.routing import Route, Router
 
 from nvserve.frontend import metrics, openapi
+from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
@@ -171,30 +172,42 @@ class _Api:
             has_prompt_logprobs=body.prompt_logprobs is not None,
         )
         generation = self._service.generation(plan)
+        splitters = self._service.splitters(plan) if is_chat else None
+        outputs = None if splitters is None else [ChatOutput(one) for one in splitters]
         with self._service.working():
             try:
                 async with exchange.watching(generation.abort):
                     if body.stream:
-                        await self._stream(exchange, generation, shape, echoed)
+                        await self._stream(exchange, generation, shape, echoed, outputs)
                     else:
-                        await self._answer_whole(exchange, generation, shape, echoed)
+                        await self._answer_whole(exchange, generation, shape, echoed, outputs)
             finally:
                 generation.abort()  # whatever failed here, core frees the request
 
     async def _answer_whole(
-        self, exchange: Exchange, generation: Generation, shape: Shape, echoed: list[str]
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        shape: Shape,
+        echoed: list[str],
+        outputs: list[ChatOutput] | None,
     ) -> None:
         collector = Collector(len(generation.choices))
         self._service.start(generation, collector.sink)
         await generation.accepted()
         await generation.done()
-        await exchange.respond(whole_response(shape, generation, collector, echoed))
+        await exchange.respond(whole_response(shape, generation, collector, echoed, outputs))
 
     async def _stream(
-        self, exchange: Exchange, generation: Generation, shape: Shape, echoed: list[str]
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        shape: Shape,
+        echoed: list[str],
+        outputs: list[ChatOutput] | None,
     ) -> None:
         stream = exchange.event_stream(generation.abort)
-        chunks = Chunks(shape, generation.vocabulary)
+        chunks = Chunks(shape, generation.vocabulary, outputs)
         unopened: set[int] = set()  # choices that wait for the scores of their echo
 
         def open_choice(choice: Choice) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.detokenizer import Vocabulary
 from nvserve.frontend.generation import Choice, Delta, Generation
 from nvserve.protocol.client_messages import TokenLogprob
@@ -70,8 +71,12 @@ def event(document: Document) -> bytes:
 class Chunks:
     """The events of one streamed response."""
 
-    def __init__(self, shape: Shape, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, shape: Shape, vocabulary: Vocabulary, outputs: Sequence[ChatOutput] | None = None
+    ) -> None:
+        """`outputs` take the choices' texts apart; None when all of it is content."""
         self._shape: Final = shape
+        self._outputs: Final = outputs
         self._kind: Final = "chat.completion.chunk" if shape.is_chat else "text_completion"
         self._logprobs: Final = LogprobForm(vocabulary, is_chat=shape.is_chat)
         self._is_plain: Final = not shape.has_token_ids
@@ -104,6 +109,8 @@ class Chunks:
         """The event of one delta; empty when it has nothing to say."""
         if not (delta.text or delta.token_ids or delta.finish_reason):
             return b""
+        if self._outputs is not None:
+            return self._chat_delta(choice, delta, self._outputs[choice.index])
         if delta.logprobs is None and delta.finish_reason is None and self._is_plain:
             if not delta.text:
                 return b""
@@ -118,6 +125,23 @@ class Chunks:
             body["token_ids"] = list(delta.token_ids)
         logprobs = None if delta.logprobs is None else self._logprobs.form(choice, delta.logprobs)
         return self._event(choice, body, logprobs, delta.finish_reason)
+
+    def _chat_delta(self, choice: Choice, delta: Delta, output: ChatOutput) -> bytes:
+        """The events of one delta of text that has parts."""
+        bodies = output.deltas(delta.text, is_last=delta.finish_reason is not None)
+        finish = output.finish_reason(delta.finish_reason)
+        logprobs = None if delta.logprobs is None else self._logprobs.form(choice, delta.logprobs)
+        if not bodies and (finish or logprobs or self._shape.has_token_ids):
+            bodies = [{}]
+        events = b""
+        for number, body in enumerate(bodies, 1):
+            document: Document = {"delta": body}
+            if self._shape.has_token_ids:
+                document["token_ids"] = list(delta.token_ids) if number == 1 else []
+            is_last = number == len(bodies)
+            events += self._event(choice, document, logprobs, finish if is_last else None)
+            logprobs = None
+        return events
 
     def usage(self, generation: Generation) -> bytes:
         """The one event with the usage, behind all others."""
@@ -167,7 +191,11 @@ class Collector:
 
 
 def whole_response(
-    shape: Shape, generation: Generation, collector: Collector, echoed: Sequence[str]
+    shape: Shape,
+    generation: Generation,
+    collector: Collector,
+    echoed: Sequence[str],
+    outputs: Sequence[ChatOutput] | None = None,
 ) -> bytes:
     """The document of a response without streaming; `echoed` prompts by choice, or empty."""
     form = LogprobForm(generation.vocabulary, is_chat=shape.is_chat)
@@ -176,18 +204,21 @@ def whole_response(
         joined = collector.joined(choice)
         text = (echoed[choice.index] if echoed else "") + joined.text
         content: Document = {"index": choice.index}
-        content |= (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if shape.is_chat
-            else {"text": text}
-        )
+        reason = joined.finish_reason
+        if outputs is not None:
+            content["message"] = outputs[choice.index].message(text)
+            reason = outputs[choice.index].finish_reason(reason)
+        elif shape.is_chat:
+            content["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            content["text"] = text
         prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
         logprobs = None
         if joined.logprobs is not None:
             before = form.prompt_columns(choice, prompt) if echoed else {}
             after = form.form(choice, joined.logprobs)
             logprobs = {name: before.get(name, []) + column for name, column in after.items()}
-        content |= {"logprobs": logprobs, "finish_reason": joined.finish_reason}
+        content |= {"logprobs": logprobs, "finish_reason": reason}
         if shape.has_token_ids:
             content["token_ids"] = joined.token_ids
             content["prompt_token_ids"] = prompt

@@ -83,14 +83,61 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an assistant called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an assistant's turn."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | None = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `tools`."""
+
+    type: str
+    function: FunctionSpec
+
+
+class ChosenFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`tool_choice` as an object."""
+
+    function: ChosenFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
 
 
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
@@ -100,8 +147,9 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -187,10 +235,6 @@ def check_completion(body: CompletionBody) -> None:
 def check_chat(body: ChatBody) -> None:
     """Refuse what /v1/chat/completions cannot honour."""
     check_body(body)
-    if body.tools:
-        raise _unsupported("tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if None not in (body.max_tokens, body.max_completion_tokens) and (
@@ -215,11 +259,26 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
         raise invalid(f"{where}.tool_call_id", "is required for the role tool")
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"{where}.tool_calls", "belong to the role assistant")
+    if message.reasoning_content is not None and message.role != "assistant":
+        raise invalid(f"{where}.reasoning_content", "belongs to the role assistant")
     plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain.pop("refusal", None)  # of an earlier answer; what was refused is not the model's affair
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _decoded(call["function"]["arguments"])
+        call.pop("index", None)
     if isinstance(message.content, list):
         plain["content"] = _joined(message.content, f"{where}.content")
     plain.setdefault("content", None)
     return plain
+
+
+def _decoded(arguments: str) -> Any:
+    """Arguments as templates expect them: an object, where the text is one."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _joined(parts: list[ContentPart], where: str) -> str:

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from nvserve.frontend.chat_parts import THINK, Splitter
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
@@ -36,11 +37,13 @@ from nvserve.frontend.schema import (
     split_prompts,
 )
 from nvserve.frontend.tokenizer import Tokenizer
+from nvserve.frontend.tools import ToolPlan, resolve_tools, splitter
 from nvserve.protocol.client_messages import SamplingFields
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import Condition, State
 from nvserve.protocol.sampling import SamplingParams
 
+NO_TOOLS: Final = ToolPlan([])
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
 CLOSED_RETRY_AFTER_S: Final = 5.0
 
@@ -146,7 +149,13 @@ class Service:
     async def plan_chat(self, body: ChatBody) -> Plan:
         """What /v1/chat/completions asks for."""
         check_chat(body)
-        prompt = await self.tokenizer.encode_chat(plain_messages(body.messages))
+        template = self.tokenizer.chat_template
+        tools = resolve_tools(
+            body,
+            self.config.tool_call_parser,
+            knows_tools=template is not None and template.knows_tools,
+        )
+        prompt = await self.tokenizer.encode_chat(plain_messages(body.messages), tools=tools.shown)
         param, asked = "max_tokens", body.max_tokens
         if body.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", body.max_completion_tokens
@@ -164,6 +173,7 @@ class Service:
                 logprobs=logprobs,
                 prompt_logprobs=body.prompt_logprobs,
                 max_tokens=asked,
+                tools=tools,
                 names=("messages", param),
             )
         except ApiError as error:
@@ -210,10 +220,15 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None,
         max_tokens: int | None = None,
+        tools: ToolPlan = NO_TOOLS,
         names: tuple[str, str] = ("prompt", "max_tokens"),
     ) -> Plan:
         asked = fields.max_tokens if max_tokens is None else max_tokens
         grammar = resolve_grammar(fields)
+        if tools.grammar is not None:
+            if grammar is not None:
+                raise invalid(grammar.param, "cannot be combined with a forced tool_choice")
+            grammar = tools.grammar
         by_max_tokens: dict[int, SamplingParams] = {}
         sampling = []
         for prompt in prompts:
@@ -247,7 +262,23 @@ class Service:
             salt=resolve_salt(fields.cache_salt),
             is_score_only=is_score_only,
             grammar=grammar,
+            tools=tools,
         )
+
+    def splitters(self, plan: Plan) -> list[Splitter] | None:
+        """Of a chat, what takes each choice's text apart; None when all of it is content."""
+        has_reasoning = bool(self.config.reasoning_parser)
+        tail = self.tokenizer.vocabulary.decode(plan.prompts[0][-8:], skip_special=False)
+        made = [
+            splitter(
+                plan.tools,
+                self.config.tool_call_parser,
+                has_reasoning=has_reasoning,
+                is_thinking=tail.rstrip().endswith(THINK),
+            )
+            for _ in range(plan.num_choices)
+        ]
+        return [one for one in made if one is not None] or None
 
     # -- running ---------------------------------------------------------------------------------
 

@@ -58,12 +58,18 @@ class Tokenizer:
         return await loop.run_in_executor(self._threads, self._encode, texts, add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Ids of a conversation; the template writes all special tokens itself, BOS included."""
         if self.chat_template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
         return (await self.encode([text], param="messages", add_special_tokens=False))[0]
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from nvserve.protocol.messages import Submit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CLASS_NAMES = ("Body", "Error:", "Traceback", "Struct", "Params", "msgspec", "`", "dict", "<class")
 
 
@@ -197,7 +198,21 @@ def test_bad_shapes_name_their_field(
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 2_000_000_000}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL | {"type": "x"}], "tool_choice": "required"}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL], "tool_choice": "required"}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL]}, "tool_choice"),  # auto, without a parser
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
+            "guided_regex",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
@@ -249,7 +264,7 @@ def test_bodies_that_are_no_json_object(shared: FrontendProcess, raw: bytes, pat
 
 
 def test_deep_nesting_inside_a_free_field_is_refused(shared: FrontendProcess) -> None:
-    raw = b'{"messages":[{"role":"assistant","tool_calls":[{"a":' + b"[" * 100_000
+    raw = b'{"tools":[{"type":"function","function":{"name":"a","parameters":{"a":' + b"[" * 100_000
     status, answer = shared.post(CHAT, raw)
     assert (status, answer["error"]["message"]) == (400, "the body is nested too deeply")
 

@@ -1,0 +1,131 @@
+"""Tools of a chat request: checked, shown to the template, and forced by a grammar where asked.
+
+`tool_choice` none hides them; auto leaves it to the model, whose own way of writing calls the
+launch names; required and a named function are grammars. Knows requests; never output.
+"""
+
+import re
+from typing import Any, Final, Literal
+
+import msgspec
+
+from nvserve.frontend.chat_parts import (
+    BareCalls,
+    ForcedCall,
+    MarkedCalls,
+    Plain,
+    Reasoning,
+    Splitter,
+)
+from nvserve.frontend.errors import invalid
+from nvserve.frontend.grammars import Grammar, json_grammar
+from nvserve.frontend.schema import ChatBody, NamedChoice, Tool
+
+MAX_TOOLS: Final = 128
+MAX_CALLS: Final = 128
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+Parser = Literal["", "hermes", "llama3_json"]
+
+
+class ToolPlan(msgspec.Struct, frozen=True):
+    """What the tools of one request come to."""
+
+    shown: list[dict[str, Any]]  # to the template
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""  # of the one function that is forced
+    grammar: Grammar | None = None
+    max_calls: int = MAX_CALLS
+
+
+def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolPlan:
+    """A 400 for tools that this server cannot honour; `knows_tools`: the chat template does."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "needs tools")
+        return ToolPlan([])
+    _check(tools)
+    max_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
+    if choice == "none":
+        return ToolPlan([])
+    shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    if choice in (None, "auto"):
+        if not parser:
+            text = "auto needs a server started with --tool-call-parser; required is served"
+            raise invalid("tool_choice", text, "unsupported_parameter")
+        if not knows_tools:
+            raise invalid("tools", "the model's chat template shows no tools")
+        return ToolPlan(shown, "auto", max_calls=max_calls)
+    if isinstance(choice, NamedChoice):
+        return _named(shown, tools, choice.function.name)
+    if choice != "required":
+        raise invalid("tool_choice", "must be none, auto, required or a function")
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": max_calls,
+        "items": {"anyOf": [_call_schema(tool) for tool in tools]},
+    }
+    grammar = json_grammar("tools", schema)
+    return ToolPlan(shown, "required", grammar=grammar, max_calls=max_calls)
+
+
+def splitter(
+    plan: ToolPlan, parser: Parser, *, has_reasoning: bool, is_thinking: bool
+) -> Splitter | None:
+    """What takes one choice's text apart; None when all of it is content.
+
+    `has_reasoning`: the model marks it; `is_thinking`: the prompt ends with the opening marker.
+    """
+    if plan.mode == "named":
+        return ForcedCall(plan.name)
+    if plan.mode == "required":
+        return BareCalls(plan.max_calls, is_list=True)
+    calls: Splitter = Plain()
+    if plan.mode == "auto":
+        is_marked = parser == "hermes"
+        calls = MarkedCalls(plan.max_calls) if is_marked else BareCalls(plan.max_calls)
+    if has_reasoning:
+        return Reasoning(calls, is_open=is_thinking)
+    return calls if plan.mode == "auto" else None
+
+
+def _named(shown: list[dict[str, Any]], tools: list[Tool], name: str) -> ToolPlan:
+    for tool in tools:
+        if tool.function.name == name:
+            grammar = json_grammar("tools", _parameters(tool))
+            return ToolPlan(shown, "named", name=name, grammar=grammar, max_calls=1)
+    raise invalid("tool_choice.function.name", "is not the name of a tool")
+
+
+def _check(tools: list[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"holds {len(tools)} tools, at most {MAX_TOOLS} are allowed")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.type != "function":
+            raise invalid(f"{where}.type", "must be function")
+        if not _NAME.fullmatch(tool.function.name):
+            raise invalid(f"{where}.function.name", "must be 1 to 64 letters, digits, _ and -")
+        if tool.function.name in names:
+            raise invalid(f"{where}.function.name", "is the name of another tool")
+        names.add(tool.function.name)
+        json_grammar(f"{where}.function.parameters", _parameters(tool))  # size and depth
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool.function.name},
+            "parameters": _parameters(tool),
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
