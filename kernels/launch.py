@@ -7,6 +7,7 @@ the earlier kernel's tail. Needs Hopper; elsewhere, and in the interpreter, the 
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,19 +20,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvserve.kernels.dispatch import INTERPRETED
 
-# What launches compiled inside compiling_only(); None outside.
-_held_back: list[Any] | None = None
+
+class _HeldBack(threading.local):
+    """What launches of this thread compiled inside compiling_only(); None outside."""
+
+    kernels: list[Any] | None = None
+
+
+_held_back = _HeldBack()
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Inside, launches compile their kernels in other threads and run nothing; waits at the end.
+    """Inside, this thread's launches compile their kernels in other ones; waits for all at the end.
 
     Most of a compilation is outside of Python, so that the threads need not wait for each other;
-    the longest should be asked for first. What the kernels would have written is not: use the
-    results for nothing but further launches.
+    the longest should be asked for first. Nothing runs, so what the kernels would have written is
+    not: use the results for nothing but further launches.
     """
-    global _held_back
     if INTERPRETED or not hasattr(triton, "AsyncCompileMode"):
         yield
         return
@@ -39,15 +45,16 @@ def compiling_only() -> Iterator[None]:
     with ThreadPoolExecutor(num_threads) as threads:
         try:
             with triton.AsyncCompileMode(threads):
-                _held_back = []
+                held_back = _held_back.kernels = []
                 yield
-            kernels = {id(kernel): kernel for kernel in map(_finished, _held_back)}
+            # Kernels of one signature share a launcher, which is built with a C compiler.
+            kernels = {str(k.src.signature): k for k in map(_finished, held_back)}
         finally:
-            _held_back = None
+            _held_back.kernels = None
         device = torch.cuda.current_device()  # threads begin at the first
 
         def load(kernel: Any) -> None:
-            """The first look at a kernel's grid builds its launcher, with a C compiler."""
+            """The first look at a kernel's grid builds its launcher."""
             with torch.cuda.device(device):
                 kernel[(1, 1, 1)]
 
@@ -73,13 +80,13 @@ class _Kernel(triton.JITFunction):  # type: ignore[misc]
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if _held_back is not None:
+        if _held_back.kernels is not None:
             return functools.partial(self._compile, grid)
         return functools.partial(self._launch, grid)
 
     def _compile(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        assert _held_back is not None, "inside compiling_only()"
-        _held_back.append(self.warmup(*arguments, grid=grid, **options))
+        assert _held_back.kernels is not None, "inside compiling_only()"
+        _held_back.kernels.append(self.warmup(*arguments, grid=grid, **options))
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         likes: list[object] = [torch.cuda.current_device(), *options.values()]

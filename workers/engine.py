@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import torch
@@ -58,6 +59,7 @@ class TorchEngine:
         self._runner: Runner | None = None
         self._is_warm = False  # the largest step ran since the weights were loaded
         self._compile_s = 0.0
+        self._full_tail: Thread | None = None
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
@@ -173,6 +175,7 @@ class TorchEngine:
             self._cache = self._make_cache(model, num_blocks)
         if self._runner is None:
             self._runner = self._assemble(model, self._cache)
+            self._runner.full_tail = self._full_tail
         self._runner.clear()
         return self._runner
 
@@ -206,6 +209,7 @@ class TorchEngine:
     def _compile(self, runner: Runner) -> None:
         began = time.monotonic()
         runner.compile_kernels(self._num_warm_up_tokens(runner.model.device))
+        self._full_tail = runner.full_tail
         self._compile_s += time.monotonic() - began
 
     def _assemble(self, model: Decoder, cache: KvCache) -> Runner:

@@ -8,6 +8,7 @@ R rows that sample, T tokens of the step, N hidden size.
 """
 
 from itertools import compress
+from threading import Thread
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from nvserve.kernels.attention import AttentionBackend
 from nvserve.kernels.dispatch import HAS_TRITON
 from nvserve.protocol.messages import Chunks, SchedulerOutput
-from nvserve.protocol.progress import Phase, ProgressPage
+from nvserve.protocol.progress import BEAT_S, Phase, ProgressPage
 from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
 from nvserve.workers.graphs import DecodeGraphs, GraphPool
 from nvserve.workers.kv_cache import KvCache
@@ -56,6 +57,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None  # steps run eager without
         self._mixed_graphs: MixedGraphs | None = None
         self._stopwatch: Stopwatch | None = None  # of the last step launched
+        self.full_tail: Thread | None = None  # compiles it; a step that needs it waits
 
     @torch.inference_mode()
     def use_graphs(self, max_rows: int) -> None:
@@ -104,7 +106,10 @@ class Runner:
 
     @torch.inference_mode()
     def compile_kernels(self, num_tokens: int) -> None:
-        """Compile what warm_up and the common batch sizes need, kernels in parallel."""
+        """Compile what warm_up and the common batch sizes need, kernels in parallel.
+
+        The full tail goes on compiling beside what follows.
+        """
         if self.model.device.type != "cuda" or not HAS_TRITON:
             return
         # Triton is absent from CPU-only installs.
@@ -123,13 +128,15 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run steps as large as they get, on the scratch slot: chunks of num_tokens, all rows."""
+        """Run steps as large as they get, on the scratch slot: chunks of num_tokens, all rows.
+
+        The full tail is left out; its kernels compile in a thread.
+        """
         self._staging.begin()
         batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
         rows = torch.full_like(batch.rows, batch.scratch)
-        hidden, positions = self.decode_forward(rows)
-        self._sampler.full(self.model.logits(hidden), rows, positions, rows.tolist(), None)
         self.plain_step(rows)
+        self._sampler.reserve(len(rows))
         counts = [limit] * (num_tokens // limit) + [num_tokens % limit] * (num_tokens % limit > 0)
         slots, zeros = [batch.scratch] * len(counts), [0] * len(counts)
         chunks = Chunks(slots, zeros, counts, bytes(4 * num_tokens), [True] * len(counts))
@@ -259,6 +266,9 @@ class Runner:
         logits = self.model.logits(hidden)
         if not step.is_full_tail:
             return self._sampler.plain(logits, slots, positions)
+        while self.full_tail is not None and self.full_tail.is_alive():
+            self._beat(Phase.SAMPLING)
+            self.full_tail.join(BEAT_S / 2)
         return self._sampler.full(logits, slots, positions, host_slots, step.masks)
 
     def _beat(self, phase: Phase) -> None:

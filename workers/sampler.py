@@ -112,6 +112,28 @@ class Sampler:
         logprobs = self._logprobs(model_logits, ids, wanted) if wanted else None
         return Sampled(ids, None, logprobs)
 
+    def reserve(self, num_rows: int) -> None:
+        """Take the memory of a full tail of so many rows for a moment: the pool leaves it free."""
+        logits = self._state.temperature.new_empty(3, num_rows, self._state.vocab_size)
+        del logits
+
+    def compile_full(self, device: torch.device) -> None:
+        """Compile the kernels of sample(), for few rows and for many, without running them.
+
+        They take longest of all: this is for a thread beside the start.
+        """
+        # Triton is absent from CPU-only installs.
+        from nvserve.kernels.launch import compiling_only
+
+        torch.cuda.set_device(device)
+        with torch.inference_mode(), compiling_only():
+            for num_rows in (8, 16):
+                floats = torch.empty(3, num_rows, device=device)
+                integers = torch.empty(2, num_rows, dtype=torch.int64, device=device)
+                top_k = torch.empty(num_rows, dtype=torch.int32, device=device)
+                logits = torch.empty(num_rows, self._state.vocab_size, device=device)
+                sample(logits, floats[0], top_k, floats[1], floats[2], integers[0], integers[1])
+
     def _shaped(
         self,
         logits: torch.Tensor,
