@@ -51,7 +51,7 @@ def test_a_request_ends_with_its_grammar(error: str, reason: FinishReason) -> No
     request = world.request(request_id)
     assert request.must_wait
     assert request.constraint is not None
-    matcher = request.constraint.matcher
+    matcher: object = request.constraint.matcher
     assert isinstance(matcher, EveryThird)
     assert request.finish_reason() is FinishReason.NONE
     matcher.error, matcher.is_over = error, True

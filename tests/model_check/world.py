@@ -66,10 +66,10 @@ class EveryThird:
         bits = sum(1 << token for token in range(self.vocab_size) if self.allows(token))
         return bits.to_bytes(4 * -(-self.vocab_size // 32), "little")
 
-    def advance(self, token: int) -> None:
-        assert self.allows(token), f"{token} at {self.num_tokens}"
+    def advance(self, token_id: int) -> None:
+        assert self.allows(token_id), f"{token_id} at {self.num_tokens}"
         self.num_tokens += 1
-        self.is_over = token in self.stop_ids or self.num_tokens == 9
+        self.is_over = token_id in self.stop_ids or self.num_tokens == 9
 
 
 def completes_a_word(words: list[list[int]], tokens: list[int], token: int) -> bool:
