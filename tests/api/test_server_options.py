@@ -97,6 +97,15 @@ def test_embeddings_are_refused_in_words(shared: FrontendProcess) -> None:
     assert "embeddings are not supported" in answer["error"]["message"]
 
 
+def test_every_route_but_health_needs_the_key(guarded: FrontendProcess) -> None:
+    key = {"authorization": "Bearer sesame-open"}
+    _, raw = guarded.request("GET", "/openapi.json", b"", key)
+    for path, operations in json.loads(raw)["paths"].items():
+        for method in operations:
+            status, _ = guarded.request(method.upper(), path.replace("{name}", "demo"))
+            assert (status == 401) == (path not in ("/health", "/ready")), path
+
+
 def test_the_document_knows_every_route_and_field(shared: FrontendProcess) -> None:
     status, raw = shared.get("/openapi.json")
     assert status == 200

@@ -1,6 +1,9 @@
 """What a worker's sampler draws, 20 000 times a kind, against the distribution in plain words."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,45 +73,66 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float(torch.special.gammaincc(half_freedom, statistic / 2))
 
 
-@pytest.fixture(scope="module")
-def sampler_parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplingState, Sampler]:
-    folder = tmp_path_factory.mktemp("statistics")
-    save_model(folder / "model", "LlamaForCausalLM")
-    runner = make_driver(folder / "model", folder).runner
-    cpu = torch.device("cpu")
-    staging = Staging(cpu)
-    state = SamplingState(
-        num_slots=NUM_SLOTS, vocab_size=VOCAB, eos_token_ids=[1], device=cpu, staging=staging
-    )
-    return state, Sampler(state, TensorParallel(), runner.model.shard, staging)
+class Parts:
+    """A sampler without a runner around it; its uploads are those of one step after another."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        save_model(folder / "model", "LlamaForCausalLM")
+        shard = make_driver(folder / "model", folder).runner.model.shard
+        self.device = device
+        self.staging = Staging(device)
+        self.state = SamplingState(
+            num_slots=NUM_SLOTS,
+            vocab_size=VOCAB,
+            eos_token_ids=[1],
+            device=device,
+            staging=self.staging,
+        )
+        self.sampler = Sampler(self.state, TensorParallel(), shard, self.staging)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.staging.begin()
+        yield
+        self.staging.end()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return Parts(tmp_path_factory.mktemp("statistics"), torch.device(request.param))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_follow_the_exact_distribution(
-    sampler_parts: tuple[SamplingState, Sampler], kind: str
-) -> None:
-    state, sampler = sampler_parts
+def test_draws_follow_the_exact_distribution(parts: Parts, kind: str) -> None:
+    state, sampler, device = parts.state, parts.sampler, parts.device
     params = KINDS[kind]
     state.clear()
     slots = list(range(NUM_SLOTS))
     histories = [pack_ids(PROMPT)] * NUM_SLOTS, [pack_ids(OUTPUT)] * NUM_SLOTS
-    state.add(NewRows(slots, [params] * NUM_SLOTS, [1000 + slot for slot in slots], *histories))
+    with parts.step():
+        seeds = [1000 + slot for slot in slots]
+        state.add(NewRows(slots, [params] * NUM_SLOTS, seeds, *histories))
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
     counts = torch.zeros(VOCAB, dtype=torch.float64)
     host_slots = slots * 50
-    rows = torch.tensor(host_slots)
+    rows = torch.tensor(host_slots, device=device)
     for first in range(0, NUM_DRAWS // NUM_SLOTS, 50):
-        positions = torch.arange(first, first + 50).repeat_interleave(NUM_SLOTS)
-        if state.penalties is not None:  # every draw is the one behind OUTPUT
-            for slot in slots:
-                state.penalties.set(slot, pack_ids(PROMPT), pack_ids(OUTPUT), Staging(rows.device))
-        table = logits.repeat(len(rows), 1)
-        sampled = (
-            sampler.full(table, rows, positions, host_slots, None)
-            if params.needs_full_tail
-            else sampler.plain(table, rows, positions)
-        )
-        counts += torch.bincount(sampled.ids, minlength=VOCAB)
+        positions = torch.arange(first, first + 50, device=device).repeat_interleave(NUM_SLOTS)
+        with parts.step():
+            if state.penalties is not None:  # every draw is the one behind OUTPUT
+                for slot in slots:
+                    state.penalties.set(slot, pack_ids(PROMPT), pack_ids(OUTPUT), parts.staging)
+            table = logits.to(device).repeat(len(rows), 1)
+            sampled = (
+                sampler.full(table, rows, positions, host_slots, None)
+                if params.needs_full_tail
+                else sampler.plain(table, rows, positions)
+            )
+        counts += torch.bincount(sampled.ids, minlength=VOCAB).cpu()
     probabilities = expected(logits, params)
     assert counts.sum() == NUM_DRAWS
     assert not counts[probabilities == 0].any(), "a token was drawn that is cut off"
