@@ -80,7 +80,7 @@ class Asker:
     def check_alive(self) -> None:
         """The same processes give the same answer, and every block is free again."""
         assert self.complete(**PLAIN)["choices"][0]["text"] == self.plain
-        assert self.server.pids() == self.pids
+        assert self.server.pids() == self.pids, self.server.text[-3000:]
         assert self.request("GET", "/health")[0] == 200
         wait_for("blocks back", self._is_empty, 5.0)
 
