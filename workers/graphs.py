@@ -5,7 +5,7 @@ one of the forward pass alone, behind which it samples eagerly. Rows behind the 
 the scratch slot, so a bucket may be wider than the list.
 
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
-none, one between two steps now and then.
+none, now and then the one that a step lacks most.
 
 Knows rows and replay; what a step computes it is given as functions.
 """
@@ -22,6 +22,8 @@ import torch
 _STEPS: Final = ((4, 1), (16, 4), (256, 8), (1024, 32))
 
 CAPTURE_EVERY_S: Final = 0.5  # between two captures under load: each delays a step
+# Under load a bucket is worth its capture where the one at hand is wider by so much.
+WORTH_WIDTH: Final = 1.125
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -107,25 +109,32 @@ class DecodeGraphs:
         self._missing: Final = list(self.sizes)  # captured from the end: largest first
         self._captured: Final[dict[int, _Captured]] = {}
 
-    @property
-    def is_due(self) -> bool:
-        """Should a busy worker capture another bucket before its next step?"""
-        return bool(self._missing) and self._pool.is_due
+    def capture_for(self, num_rows: int) -> None:
+        """Under load: capture the bucket of num_rows, if it is missed and the time has come."""
+        fitting = next((size for size in self.sizes if size >= num_rows), None)
+        if fitting is None or fitting in self._captured or not self._pool.is_due:
+            return
+        found = self._find(num_rows)
+        if found is None or found[0] >= fitting * WORTH_WIDTH:
+            self._missing.remove(fitting)
+            self._capture(fitting)
 
     def capture_next(self) -> bool:
-        """Capture the largest bucket still missing; True while there are more.
-
-        Runs the forward pass once on whatever `rows` holds: it writes the KV that the next step
-        will write again, and nothing else.
-        """
+        """Capture the largest bucket still missing; True while there are more."""
         if not self._missing:
             return False
-        size = self._missing.pop()
+        self._capture(self._missing.pop())
+        return bool(self._missing)
+
+    def _capture(self, size: int) -> None:
+        """Runs the forward pass once on whatever `rows` holds.
+
+        It writes the KV that the next step will write again, and nothing else.
+        """
         rows = self._rows[:size]
         self._forward(rows)  # eager first: kernels compile and libraries allocate outside
         graph, ids = self._pool.capture(lambda: self._step(rows))
         self._captured[size] = _Captured(graph, ids)
-        return bool(self._missing)
 
     def _find(self, num_rows: int) -> tuple[int, _Captured] | None:
         for size in self.sizes:

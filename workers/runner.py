@@ -150,8 +150,8 @@ class Runner:
         rows = self.batch.rows[: len(slots)]
         if not slots:
             return PendingStep(rows.int(), [], None, None, stopwatch, self._staging)
-        if self.graphs is not None and self.graphs.is_due:
-            self.graphs.capture_next()
+        if self.graphs is not None:
+            self.graphs.capture_for(len(slots))
         if step.is_full_tail:
             replayed = None if self.graphs is None else self.graphs.forward(len(slots))
             hidden, positions = replayed or self.decode_forward(rows)

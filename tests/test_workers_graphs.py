@@ -1,0 +1,110 @@
+"""Which buckets are captured when, with a stand-in for CUDA that replays by calling."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from nvserve.workers.graphs import DecodeGraphs, GraphPool, bucket_sizes
+
+
+class Recorded:
+    """Like a CUDA graph of `function`."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+class Pool:
+    """Captures by calling; `is_due` is for the test to say."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Recorded, Any]:
+        return Recorded(function), function()
+
+
+def make_graphs(max_rows: int) -> tuple[DecodeGraphs, Pool, list[int]]:
+    """Graphs whose step answers its own width; the widths that were captured, as they come."""
+    pool, widths = Pool(), list[int]()
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        widths.append(len(rows))
+        return torch.full((len(rows),), len(rows))
+
+    def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((len(rows), 2), float(len(rows))), rows
+
+    rows = torch.arange(max_rows + 1)
+    return DecodeGraphs(cast(GraphPool, pool), step, forward, rows, max_rows), pool, widths
+
+
+def width_used(graphs: DecodeGraphs, num_rows: int) -> int:
+    ids = graphs.step(num_rows)
+    assert ids is not None
+    assert len(ids) == num_rows
+    return int(ids[0])
+
+
+def test_buckets_are_dense_for_small_batches_and_end_at_the_limit() -> None:
+    assert bucket_sizes(30) == [1, 2, 3, 4, 8, 12, 16, 24, 30]
+    assert bucket_sizes(1) == [1]
+    assert max(bucket_sizes(5000)) == 1024
+
+
+def test_idle_moments_capture_all_buckets_largest_first() -> None:
+    graphs, _, widths = make_graphs(16)
+    while graphs.capture_next():
+        pass
+    assert widths == [16, 12, 8, 4, 3, 2, 1]
+    assert [width_used(graphs, n) for n in (1, 3, 5, 12, 13)] == [1, 3, 8, 12, 16]
+
+
+def test_a_busy_worker_captures_the_bucket_that_its_batch_lacks() -> None:
+    graphs, _, widths = make_graphs(256)
+    graphs.capture_next()
+    assert width_used(graphs, 1) == 256
+    graphs.capture_for(1)
+    assert widths == [256, 1]
+    assert width_used(graphs, 1) == 1
+
+
+def test_a_bucket_hardly_wider_than_the_batch_is_good_enough_under_load() -> None:
+    graphs, _, widths = make_graphs(256)
+    graphs.capture_next()
+    graphs.capture_for(240)
+    assert widths == [256]
+    graphs.capture_for(200)
+    assert widths == [256, 200]
+
+
+def test_captures_under_load_wait_for_their_time() -> None:
+    graphs, pool, widths = make_graphs(16)
+    graphs.capture_next()
+    pool.is_due = False
+    graphs.capture_for(1)
+    assert graphs.forward(1) is None
+    assert widths == [16]
+
+
+def test_the_forward_pass_alone_is_captured_when_a_full_tail_needs_it() -> None:
+    graphs, _, _ = make_graphs(8)
+    while graphs.capture_next():
+        pass
+    found = graphs.forward(3)
+    assert found is not None
+    hidden, positions = found
+    assert hidden.shape == (3, 2)
+    assert positions.tolist() == [0, 1, 2]
+
+
+def test_no_bucket_serves_more_rows_than_the_largest() -> None:
+    graphs, _, _ = make_graphs(8)
+    graphs.capture_next()
+    graphs.capture_for(9)
+    assert graphs.step(9) is None
