@@ -121,6 +121,7 @@ def _config(model: BenchModel, options: EngineOptions, needed_len: int) -> Confi
         "load_format": model.load_format,
         "max_model_len": options.max_model_len or needed_len,
         "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
         "num_kv_blocks": options.num_kv_blocks,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": options.enforce_eager,
@@ -131,8 +132,6 @@ def _config(model: BenchModel, options: EngineOptions, needed_len: int) -> Confi
         "zmq_port": None,
         "log_level": "warning",
     }
-    if options.max_num_batched_tokens is not None:
-        settings["max_num_batched_tokens"] = options.max_num_batched_tokens
     return build_config(model.folder, settings, has_key=False)
 
 
