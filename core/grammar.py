@@ -6,6 +6,7 @@ ones. `GrammarCompiler.compile` is called in helper threads (CompileQueue). Know
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,14 @@ from llguidance import LLMatcher, LLTokenizer
 
 from nvserve.core.errors import RequestRefused
 from nvserve.core.grammar_lark import to_lark
-from nvserve.core.grammar_limits import COMPILER_LIMITS, STACK_BYTES
+from nvserve.core.grammar_limits import (
+    COMPILER_LIMITS,
+    FREE_S,
+    MAX_MEAN_TOKEN_S,
+    MAX_TOKEN_S,
+    NUM_TRIAL_TOKENS,
+    STACK_BYTES,
+)
 from nvserve.protocol.grammars import BadGrammar
 from nvserve.protocol.messages import RefusalKind
 
@@ -32,11 +40,13 @@ _STACK_LOCK: Final = threading.Lock()
 class GrammarMatcher:
     """A compiled grammar, behind the ids it was advanced over. Not for use by two threads."""
 
-    __slots__ = ("_matcher", "_num_bytes")
+    __slots__ = ("_free_s", "_matcher", "_num_bytes", "_slow")
 
     def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self._matcher: Final = matcher
         self._num_bytes: Final = num_bytes  # of the mask
+        self._slow = False  # a token, or all together, took too much CPU time
+        self._free_s = FREE_S  # CPU time left
 
     def mask(self) -> bytes:
         """The ids that may follow: int32 [ceil(vocab / 32)], least bit first, at least one set.
@@ -44,17 +54,22 @@ class GrammarMatcher:
         End-of-sequence ids are among them exactly when the text is complete, or the matcher is
         over. Ids without a token never are.
         """
+        started_s = time.thread_time()
         mask: bytes = self._matcher.compute_bitmask()
+        self._pay(started_s)
         return mask[: self._num_bytes].ljust(self._num_bytes, b"\0")
 
     def advance(self, token_id: int) -> None:
         """Take an id; one that the mask does not allow makes the matcher over, with an error."""
+        started_s = time.thread_time()
         self._matcher.consume_token(token_id)
+        self._free_s += MAX_MEAN_TOKEN_S
+        self._pay(started_s)
 
     @property
     def is_over(self) -> bool:
         """Nothing may follow: the text is complete, or the grammar cannot go on."""
-        return bool(self._matcher.is_stopped())
+        return self._slow or bool(self._matcher.is_stopped())
 
     @property
     def is_complete(self) -> bool:
@@ -64,11 +79,18 @@ class GrammarMatcher:
     @property
     def error(self) -> str:
         """Why it cannot go on; empty while it can, and when it is complete."""
+        if self._slow:
+            return "the grammar costs too much time a token"
         return _shortened(self._matcher.get_error())
 
     def copy(self) -> "GrammarMatcher":
         """The same place in the same grammar; costs microseconds."""
         return GrammarMatcher(self._matcher.deep_copy(), self._num_bytes)
+
+    def _pay(self, started_s: float) -> None:
+        spent_s = time.thread_time() - started_s
+        self._free_s -= spent_s
+        self._slow |= spent_s > MAX_TOKEN_S or self._free_s < 0
 
 
 class GrammarCompiler:
@@ -129,13 +151,10 @@ class GrammarCompiler:
             lark = to_lark(grammar)
         except BadGrammar as error:
             return str(error)
-        matcher = LLMatcher(tokenizer, lark, log_level=0, limits=COMPILER_LIMITS)
-        if not matcher.is_error():
-            # The first mask builds much of the lexer: here, not in core's loop.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            return _reason(matcher.get_error())
-        return GrammarMatcher(matcher, 4 * -(-self._vocab_size // 32))
+        compiled = LLMatcher(tokenizer, lark, log_level=0, limits=COMPILER_LIMITS)
+        matcher = GrammarMatcher(compiled, 4 * -(-self._vocab_size // 32))
+        reason = matcher.error or _try(matcher.copy())
+        return _reason(reason) if reason else matcher
 
     # -- cache -----------------------------------------------------------------------------------
 
@@ -176,10 +195,26 @@ def _on_deep_stack(compile_grammar: Callable[[], GrammarMatcher | str]) -> Gramm
         raise RequestRefused("grammar", "grammar: takes too long to compile") from error
 
 
+def _try(matcher: GrammarMatcher) -> str:
+    """Take some tokens; why that fails, else nothing.
+
+    The first masks build much of the lexer: here, not in core's loop.
+    """
+    for turn in range(NUM_TRIAL_TOKENS):
+        mask = int.from_bytes(matcher.mask(), "little")
+        if matcher.is_over:
+            break
+        first, last = (mask & -mask).bit_length() - 1, mask.bit_length() - 1
+        matcher.advance(first if turn % 2 else last)
+    return matcher.error
+
+
 def _reason(error: str) -> str:
     """The compiler's message for a client."""
     if "NoExtension" in error:
         return "no text can match it"
+    if "panic" in error:
+        return "is too large for the compiler"
     return f"is not valid: {_shortened(error)}"
 
 

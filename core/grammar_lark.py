@@ -7,20 +7,24 @@ that merely looks like one, which the compiler itself then refuses. Pure: text i
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from nvserve.core.grammar_limits import (
+    MAX_INTERSECTED,
+    MAX_LARK_BYTES,
+    MAX_OPERATORS,
     MAX_RULES,
     check_choices,
     check_regex,
     check_repeats,
-    check_schema,
     check_string,
     parse_json,
 )
+from nvserve.core.grammar_schemas import SchemaCosts
 from nvserve.protocol.grammars import BadGrammar, check_depth, check_size, split_grammar
 
 PREAMBLE: Final = '%llguidance {"no_forcing": true}\n'
@@ -36,7 +40,7 @@ _PIECE: Final = re.compile(
     | (?P<directive> %\s*[a-zA-Z_]+               )
     | (?P<ranges>  <\s*\[                         )
     | (?P<setting> \btemperature\s*=              )
-    | (?P<rule>    ::=|:                          )
+    | (?P<rule>    :                              )
     """,
     re.VERBOSE,
 )
@@ -50,61 +54,73 @@ def to_lark(grammar: str) -> str:
     """The compiler's input for a grammar in the form of protocol.grammars, or BadGrammar."""
     check_size(grammar)
     form, text = split_grammar(grammar)
-    if form == "json":
-        if text:
-            raise BadGrammar("the form json takes no text")
-        return f"{PREAMBLE}start: {_inline({'type': 'object'})}"
-    if form == "json_schema":
-        return f"{PREAMBLE}start: {_inline(parse_json(text))}"
+    if form == "json" and text:
+        raise BadGrammar("the form json takes no text")
     if form == "regex":
         check_regex(text)
         return f"{PREAMBLE}start: /{regex_to_lark(text, '')}/"
     if form == "choice":
         choices = check_choices(parse_json(text))
-        return f"{PREAMBLE}start: " + " | ".join(json.dumps(choice) for choice in choices)
-    return PREAMBLE + _checked_lark(text)
+        # A terminal: as alternatives of a rule each would be an item of the parser.
+        return f"{PREAMBLE}start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+    costs = SchemaCosts()
+    if form == "lark":
+        lark = _checked_lark(text, costs)
+    else:
+        lark = "start: " + _inline(parse_json(text) if text else {"type": "object"}, costs)
+    costs.check()
+    return PREAMBLE + lark
 
 
-def _inline(schema: Any) -> str:
+def _inline(schema: Any, costs: SchemaCosts) -> str:
     """A schema as a Lark term."""
-    check_schema(schema)
-    if isinstance(schema, bool):
-        if not schema:
-            raise BadGrammar("the schema false allows nothing")
-        schema = {}
-    return "%json " + json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+    costs.add(schema)
+    if schema is False:
+        raise BadGrammar("the schema false allows nothing")
+    options = {"x-guidance": JSON_OPTIONS}
+    return "%json " + json.dumps(options if schema is True else schema | options)
 
 
-def _checked_lark(text: str) -> str:
+def _checked_lark(text: str, costs: SchemaCosts) -> str:
     """A client's Lark or EBNF with limits and options applied to what it embeds."""
-    text = _from_ebnf(text)
-    checked = []
-    end = num_rules = num_embedded = 0
+    pieces = list(_pieces(_from_ebnf(text), costs))
+    own = "".join(piece for kind, piece in pieces if kind != "schema")
+    if len(own) > MAX_LARK_BYTES:
+        raise BadGrammar(f"has {len(own)} characters, at most {MAX_LARK_BYTES} are allowed")
+    rest = "".join(piece for kind, piece in pieces if kind == "rest")
+    check_repeats(rest)
+    for name, count, limit in (
+        ("rules", sum(kind == "rule" for kind, _ in pieces), MAX_RULES),
+        ("of the operators | ? * +", sum(map(rest.count, "|?*+")), MAX_OPERATORS),
+        ("intersections and complements", sum(map(rest.count, "&~")), MAX_INTERSECTED),
+    ):
+        if count > limit:
+            raise BadGrammar(f"has {count} {name}, at most {limit} are allowed")
+    if "%json" in own:
+        raise BadGrammar("%json is only taken as a directive")  # never past the limits unseen
+    return "".join(piece for _, piece in pieces)
+
+
+def _pieces(text: str, costs: SchemaCosts) -> Iterator[tuple[str, str]]:
+    """(kind, text) of a Lark grammar's parts in order; embedded schemas ready for the compiler."""
+    end = 0
     while (match := _PIECE.search(text, end)) is not None:
-        checked.append(text[end : match.start()])
+        yield "rest", text[end : match.start()]
         end = match.end()
         piece, kind = match.group(), match.lastgroup
         assert kind is not None, "every branch has a name"
         if kind in _UNSUPPORTED:
             raise BadGrammar(_UNSUPPORTED[kind])
-        if kind == "directive" and _directive(piece) == "json":
-            schema, end = _embedded_schema(text, end)
-            piece = schema
-            num_embedded += 1
-        elif kind == "string":
+        if kind == "string":
             check_string(piece)
         elif kind == "regex":
             check_regex(piece)
-        num_rules += kind == "rule"
-        checked.append("" if kind == "comment" else piece)
-    checked.append(text[end:])
-    if num_rules > MAX_RULES:
-        raise BadGrammar(f"has {num_rules} rules, at most {MAX_RULES} are allowed")
-    # Text and numbers between the pieces: repetitions of rules.
-    check_repeats("".join(checked[::2]))
-    if text.count("%json") > num_embedded:
-        raise BadGrammar("%json is only taken as a directive")  # never past the limits unseen
-    return "".join(checked)
+        elif kind == "directive" and _directive(piece) == "json":
+            schema, end = _embedded_schema(text, end)
+            kind, piece = "schema", _inline(schema, costs)
+        if kind != "comment":
+            yield kind, piece
+    yield "rest", text[end:]
 
 
 def _directive(piece: str) -> str:
@@ -114,8 +130,8 @@ def _directive(piece: str) -> str:
     return name
 
 
-def _embedded_schema(text: str, start: int) -> tuple[str, int]:
-    """The schema behind `%json`, checked, and the index behind it."""
+def _embedded_schema(text: str, start: int) -> tuple[dict[str, Any], int]:
+    """The object behind `%json` and the index behind it."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
@@ -124,7 +140,7 @@ def _embedded_schema(text: str, start: int) -> tuple[str, int]:
     check_depth(schema)
     if not isinstance(schema, dict):
         raise BadGrammar("%json must be followed by an object")
-    return _inline(schema), end
+    return schema, end
 
 
 def _from_ebnf(text: str) -> str:
@@ -132,8 +148,8 @@ def _from_ebnf(text: str) -> str:
     bare = re.sub(r'"(?:[^"\\\n]|\\.)*"', "", text)
     if "::=" not in bare:
         return text
-    if bare.count("::=") > MAX_RULES:  # the converter is slow where rules are many
-        raise BadGrammar(f"has {bare.count('::=')} rules, at most {MAX_RULES} are allowed")
+    if len(text) > MAX_LARK_BYTES:  # the converter is slow
+        raise BadGrammar(f"has {len(text)} characters, at most {MAX_LARK_BYTES} are allowed")
     try:
         return str(any_to_lark(text)).replace("%llguidance {}", "", 1)
     except Exception as error:  # the converter documents none and raises several

@@ -5,18 +5,15 @@ seconds of work, hundreds of MB, a stack overflow, or not at all. Pure: text and
 """
 
 import json
-import math
 import re
-from fractions import Fraction
 from typing import Any, Final, NoReturn
 
 from llguidance import LLParserLimits
 
 from nvserve.protocol.grammars import BadGrammar, check_depth
 
-# Lexer work of the compiler is about 1 ms per 1 000-3 000 units of fuel at worst, so these bound a
-# compilation to about 0.3 s and a later mask, which runs in core's loop, to a few ms; a request that
-# runs into them in the middle of its output ends with an error.
+# Lexer work is 1 ms per 1 000-3 000 units of fuel at worst, so these bound most compilations to
+# about 0.3 s and a mask, which is made in core's loop, to a few ms.
 COMPILER_LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=50_000,
@@ -29,27 +26,40 @@ COMPILER_LIMITS: Final = LLParserLimits(
 # A thread's stack is reserved, not used: a chain of references costs the compiler up to 10 KB of it
 # a link, and the longest one that fits in MAX_GRAMMAR_BYTES took less than a third.
 STACK_BYTES: Final = 256 << 20
+# CPU time of one token, and of all of them; ordinary grammars stay far below. Ambiguous rules cost
+# more with every token and no limit of the compiler counts that: such an output ends in an error.
+MAX_TOKEN_S: Final = 0.1
+FREE_S: Final = 0.5
+MAX_MEAN_TOKEN_S: Final = 0.002  # beyond FREE_S
+NUM_TRIAL_TOKENS: Final = 8  # tried while compiling, so that most such grammars are refused
 
 MAX_REGEX_CHARS: Final = 8 << 10  # a mask costs time in proportion to the text a lexeme is made of
 MAX_STRING_CHARS: Final = 8 << 10  # the same for a constant, a choice or a literal
 MAX_REPEAT: Final = 1_000  # one {n,m} of a regex or a rule: it multiplies the text
-MAX_RULES: Final = 500  # of a Lark grammar: each may nest in the one before
-MAX_PATTERN_PROPERTIES: Final = 32  # in a whole schema: all pairs are intersected (100: 0.1 s)
+
+# Of a Lark grammar without the schemas in it. Alternatives and optional parts of one rule cost the
+# product of their numbers (1 000 alternatives "e e": 2 s), nested terminals their depth (300: 1 s).
+MAX_LARK_BYTES: Final = 16 << 10
+MAX_RULES: Final = 200
+MAX_OPERATORS: Final = 512  # | ? * +
+
+# Of all schemas of one grammar.
+MAX_PROPERTIES: Final = 2_000  # an object's are compared in pairs (3 000: 1 s, 12 000: 11 s)
+MAX_ALL_OF: Final = 64  # entries of allOf, merged one by one
+# References that meet others in one allOf: a chain of them doubles with every link (2**24: 30 s and
+# 4 GB), so this many allow at most 3**4 copies.
+MAX_JOINED_REFERENCES: Final = 12
+MAX_PATTERN_PROPERTIES: Final = 32  # all pairs are intersected (100: 0.1 s, 1 000: minutes)
 MAX_PATTERN_PROPERTY_CHARS: Final = 256  # of each of those patterns
+# Texts that must match several expressions at once: 20 took 2 s, 30 more than a minute and 4 GB.
+MAX_INTERSECTED: Final = 8
 # multipleOf becomes an automaton with one state a remainder, and several of them meet in their
 # least common multiple: 100 003 took 0.3 s, 1 000 003 6 s and 300 MB.
 MAX_MULTIPLE: Final = 20_000
+MAX_MULTIPLES: Final = 256
 MAX_COUNT: Final = 100_000  # minItems, maxLength and the like
 
 _REPEAT: Final = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
-_COUNTS: Final = (
-    "minItems",
-    "maxItems",
-    "minLength",
-    "maxLength",
-    "minProperties",
-    "maxProperties",
-)
 
 
 def parse_json(text: str) -> Any:
@@ -105,76 +115,3 @@ def check_repeats(text: str) -> None:
         for digits in match.groups():
             if digits and (len(digits) > 9 or int(digits) > MAX_REPEAT):
                 raise BadGrammar(f"a repetition exceeds {MAX_REPEAT}: {match.group()[:40]}")
-
-
-# -- JSON schemas ----------------------------------------------------------------------------------
-
-
-def check_schema(schema: Any) -> None:
-    """Refuse schemas that would cost the compiler too much; `schema` passed `check_depth`."""
-    if not isinstance(schema, dict | bool):
-        raise BadGrammar("a schema must be an object or a boolean")
-    if isinstance(schema, dict) and "x-guidance" in schema:
-        raise BadGrammar("x-guidance is not supported")  # it could turn checks of the compiler off
-    multiples: list[Fraction] = []
-    num_patterns = 0
-    pending: list[Any] = [schema]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            num_patterns += _check_keywords(value, multiples)
-            pending += value.values()
-            pending += value  # property names are strings of the output
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, str):
-            check_string(value)
-    if num_patterns > MAX_PATTERN_PROPERTIES:
-        raise BadGrammar(
-            f"has {num_patterns} patternProperties, at most {MAX_PATTERN_PROPERTIES} are allowed"
-        )
-    _check_multiples(multiples)
-
-
-def _check_keywords(schema: dict[str, Any], multiples: list[Fraction]) -> int:
-    """Look at one object; its number of patternProperties.
-
-    It may as well be the value of a property or a constant: a false alarm there needs a keyword's
-    name with an absurd value.
-    """
-    if isinstance(pattern := schema.get("pattern"), str) and pattern:
-        check_regex(pattern)
-    for name in _COUNTS:
-        count = schema.get(name)
-        if isinstance(count, int | float) and not 0 <= count <= MAX_COUNT:
-            raise BadGrammar(f"{name} must be from 0 to {MAX_COUNT}")
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, int | float) and not isinstance(multiple, bool):
-        multiples.append(_multiple(multiple))
-    patterns = schema.get("patternProperties")
-    if not isinstance(patterns, dict):
-        return 0
-    for pattern in patterns:
-        check_repeats(pattern)
-        if len(pattern) > MAX_PATTERN_PROPERTY_CHARS:
-            raise BadGrammar(
-                f"a pattern of patternProperties has {len(pattern)} characters,"
-                f" at most {MAX_PATTERN_PROPERTY_CHARS} are allowed"
-            )
-    return len(patterns)
-
-
-def _multiple(value: float) -> Fraction:
-    if not 1e-9 <= value <= MAX_MULTIPLE:
-        raise BadGrammar(f"multipleOf must be positive and at most {MAX_MULTIPLE}")
-    return Fraction(repr(value))
-
-
-def _check_multiples(multiples: list[Fraction]) -> None:
-    """Refuse numbers whose common remainders are too many: allOf and references may join them."""
-    unit = math.lcm(*(multiple.denominator for multiple in multiples))
-    together = math.lcm(*(int(multiple * unit) for multiple in set(multiples)))
-    if together > MAX_MULTIPLE:
-        raise BadGrammar(
-            f"the values of multipleOf have a common multiple above {MAX_MULTIPLE} of their unit"
-        )
