@@ -83,7 +83,7 @@ def ask(frontend: FrontendProcess, text: str, *, is_stream: bool, **body: Any) -
     core = frontend.core
     assert core is not None
     core.script = TOKENIZER.encode(text, add_special_tokens=False).ids
-    request = {"model": MODEL_NAME, "messages": HI, "tools": TOOLS, "max_tokens": 500} | body
+    request: Any = {"model": MODEL_NAME, "messages": HI, "tools": TOOLS, "max_tokens": 500} | body
     with openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
         if is_stream:
             return streamed(client.chat.completions.create(stream=True, **request))
