@@ -92,6 +92,7 @@ class StepLedger:
                 message.step,
                 f"rank {rank} reports step {message.step} where {expected} is due"
                 f" and {self.num_opened} were sent",
+                is_blamed=False,  # a report was lost
             )
         self._expected[rank] += 1
         if isinstance(message, ModelOutput):

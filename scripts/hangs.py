@@ -10,7 +10,7 @@ from nvserve.protocol.control import Role
 from nvserve.protocol.progress import Phase, Snapshot
 
 # How many times --hang-timeout a phase may last without a beat; other phases get it once, and so
-# does a worker in any phase while its epoch serves.
+# does a worker in any phase while its epoch serves, and whoever is stopped from outside.
 SLOW_PHASES: Final[dict[Phase, float]] = {
     Phase.STARTING: 24.0,  # importing torch from a cold disk
     Phase.LOADING: 120.0,  # weights, capture
@@ -42,7 +42,8 @@ class Observation:
 
     def limit_s(self, hang_timeout_s: float) -> float:
         """The silence that counts as a hang."""
-        slowness = 1.0 if self.is_serving else SLOW_PHASES.get(self.phase, 1.0)
+        is_slow = not (self.is_serving or self.is_stopped)
+        slowness = SLOW_PHASES.get(self.phase, 1.0) if is_slow else 1.0
         return hang_timeout_s * slowness
 
     def silence_s(self, now: float, awake_since: float) -> float:

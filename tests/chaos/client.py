@@ -4,6 +4,7 @@ Knows one connection a request and nothing of retries: whatever breaks is what a
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -58,7 +59,7 @@ class Client:
             try:
                 await _read_answer(connection, answer)
             finally:
-                connection.close()
+                await connection.close()
 
     async def get(self, path: str) -> tuple[int, str]:
         """Status and body."""
@@ -67,7 +68,7 @@ class Client:
             try:
                 return connection.status, (await connection.body()).decode()
             finally:
-                connection.close()
+                await connection.close()
 
     def complete(self, body: dict[str, Any]) -> Answer:
         """One plain completion."""
@@ -99,7 +100,11 @@ class _Connection:
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n"
         connection._writer.write(head.encode() + b"\r\n" + data)
-        await connection._read_head()
+        try:
+            await connection._read_head()
+        except BaseException:
+            await connection.close()
+            raise
         return connection
 
     async def _read_head(self) -> None:
@@ -123,8 +128,10 @@ class _Connection:
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.chunks()])
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._writer.transport.abort()
+        with contextlib.suppress(OSError):  # it broke before
+            await self._writer.wait_closed()
 
 
 async def _read_answer(connection: _Connection, answer: Answer) -> None:

@@ -180,4 +180,9 @@ class Rig:
 def rig(texts: Texts, cases: list[Case], *flags: str) -> Iterator[Rig]:
     """A fresh server for one row."""
     with served(Server.launch(*FLAGS, *flags)) as server:
-        yield Rig(server, texts, cases)
+        try:
+            yield Rig(server, texts, cases)
+        finally:
+            log = os.environ.get("NVSERVE_CHAOS_LOG")  # where the launcher's lines shall go
+            if log is not None:
+                Path(log).write_text(server.text)

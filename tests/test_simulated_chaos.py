@@ -1,0 +1,165 @@
+"""Thousands of fault schedules against a simulated launch: every request gets its one right end."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from model_check.cases import make_limits
+from model_check.fake_worker import next_token
+from simulation.cluster import CORE_POISON, Cluster
+from simulation.frontend import Client
+from simulation.workers import MODEL_VOCABULARY, POISON
+
+from nvserve.protocol.control import Role
+from nvserve.protocol.messages import FinishReason
+from nvserve.protocol.sampling import SamplingParams
+
+LIMIT_S = 400.0  # of virtual time, after which something hangs
+LIMITS = make_limits(vocab_size=100, max_num_seqs=4, eos_token_ids=frozenset())
+MESSAGES = ("SchedulerOutput", "ModelOutput", "StepDone", "Submit", "Accepted", "Emits", "Abort")
+SEEDS = 120
+
+
+def expected(client: Client) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < client.sampling.max_tokens:
+        ids.append(next_token(client.prompt + ids, client.seed, MODEL_VOCABULARY))
+    return ids
+
+
+class Schedule:
+    """Requests and faults drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.cluster = Cluster(seed, LIMITS, tp_size=self.chance.choice([1, 2, 2, 3]))
+        self.poisonous: list[Client] = []
+        self.num_blamed = 0  # faults that look like a request's own
+        self.told: list[str] = []
+
+    def run(self, num_faults: int) -> None:
+        cluster, chance = self.cluster, self.chance
+        cluster.start()
+        cluster.clock.run(20.0, lambda: cluster.policy.was_ready)
+        assert cluster.policy.was_ready, cluster.notes
+        now = cluster.clock.now
+        for _ in range(chance.randrange(1, 9)):
+            self.at(chance.random() * 0.5, lambda: cluster.submit(self.draw_client()))
+        for _ in range(num_faults):
+            fault = chance.choice(self.faults())
+            self.at(chance.choice([0.2, 0.2, 1.0, 6.0]) * chance.random(), fault)
+        cluster.clock.run(now + 0.6, lambda: False)
+        cluster.run(now + LIMIT_S)
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.cluster.clock.after(delay_s, action)
+
+    def draw_client(self, *, poison: int = -1) -> Client:
+        chance = self.chance
+        prompt = [chance.randrange(5, 20) for _ in range(chance.randrange(1, 20))]
+        if poison >= 0:
+            prompt[chance.randrange(len(prompt))] = poison
+        sampling = SamplingParams(max_tokens=chance.randrange(1, 25), ignore_eos=True)
+        return Client(prompt, sampling, seed=chance.randrange(5))
+
+    # -- faults
+
+    def faults(self) -> list[Callable[[], None]]:
+        return [
+            self.kill_worker,
+            self.kill_worker,
+            self.kill_core,
+            self.kill_spare,
+            self.kill_frontend,
+            self.stop,
+            self.pause,
+            self.break_step,
+            self.break_message,
+            self.break_message,
+            self.poison,
+            self.plan_restart,
+        ]
+
+    def victim(self) -> object:
+        role = self.chance.choice([Role.WORKER, Role.WORKER, Role.CORE])
+        rank = self.chance.randrange(self.cluster.tp_size) if role is Role.WORKER else -1
+        return self.cluster.find(role, rank)
+
+    def kill_worker(self) -> None:
+        self.kill(Role.WORKER, self.chance.randrange(self.cluster.tp_size))
+
+    def kill_core(self) -> None:
+        self.kill(Role.CORE)
+
+    def kill_spare(self) -> None:
+        self.kill(Role.WORKER)
+
+    def kill_frontend(self) -> None:
+        self.kill(Role.FRONTEND)
+
+    def kill(self, role: Role, rank: int = -1) -> None:
+        process = self.cluster.find(role, rank)
+        self.told.append(f"{self.cluster.clock.now:.2f} kill {role} {rank}")
+        if process is not None:
+            is_crash = self.chance.random() < 0.2
+            self.num_blamed += is_crash
+            self.cluster.kill(process, is_crash=is_crash)
+
+    def stop(self) -> None:
+        role = self.chance.choice(list(Role))
+        rank = self.chance.randrange(self.cluster.tp_size) if role is Role.WORKER else -1
+        process = self.cluster.find(role, rank)
+        self.told.append(f"{self.cluster.clock.now:.2f} stop {role} {rank}")
+        if process is not None and process.stopped_at is None:
+            process.stopped_at = self.cluster.clock.now
+
+    def pause(self) -> None:
+        process = self.cluster.find(Role.CORE)
+        if process is not None and process.stopped_at is None:
+            self.told.append(f"{self.cluster.clock.now:.2f} pause core")
+            process.stopped_at = self.cluster.clock.now
+            self.at(2.0, process.go_on)
+
+    def break_step(self) -> None:
+        self.told.append(f"{self.cluster.clock.now:.2f} break a step")
+        self.num_blamed += 1
+        self.cluster.step_faults.append(self.chance.choice(["nan", "exception", "shape"]))
+
+    def break_message(self) -> None:
+        fault = (self.chance.choice(["drop", "duplicate", "delay"]), self.chance.choice(MESSAGES))
+        self.told.append(f"{self.cluster.clock.now:.2f} {fault}")
+        self.cluster.message_faults.armed.append(fault)
+
+    def poison(self) -> None:
+        client = self.draw_client(poison=self.chance.choice([POISON, CORE_POISON]))
+        self.told.append(f"{self.cluster.clock.now:.2f} poison {client.prompt}")
+        self.poisonous.append(client)
+        self.cluster.submit(client)
+
+    def plan_restart(self) -> None:
+        name = self.chance.choice(["worker 0", "core"])
+        number, actions = self.cluster.policy.restart(name, self.cluster.clock.now)
+        self.told.append(f"{self.cluster.clock.now:.2f} planned restart of {name}: {number}")
+        self.cluster.obey(actions)
+
+    # -- the oracle
+
+    def judge(self) -> None:
+        cluster = self.cluster
+        story = "\n".join(self.told + cluster.notes[-20:])
+        if cluster.end is not None:
+            assert cluster.end.code != 0, story
+            return
+        for client in cluster.clients:
+            assert not client.is_open, f"never ends: {client}\n{story}"
+            if client.is_broken or client.is_refused:
+                continue
+            assert len(client.finishes) == 1, f"{client}\n{story}"
+            if client.finishes == [FinishReason.ENGINE_FAULT]:
+                is_unlucky = self.num_blamed + len(self.poisonous) >= 2  # there alone at both
+                assert client in self.poisonous or is_unlucky, f"without guilt: {client}\n{story}"
+                continue
+            assert client not in self.poisonous, f"{client}\n{story}"
+            assert client.ids == expected(client), f"{client}\n{story}"
