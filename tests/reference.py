@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -22,7 +23,8 @@ class ReferenceModel:
     """A model folder run by `transformers`; the answer to what any engine should have said."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+        # Any: the library's own types do not fit together.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
         self._model.train(False)
         # Its own defaults would mix with what greedy() asks for.
         self._model.generation_config = GenerationConfig()
