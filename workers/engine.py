@@ -106,17 +106,16 @@ class TorchEngine:
         return self._runner is not None and self._runner.capture_next()
 
     def end(self) -> None:
-        if self._runner is not None and self._parallel.size > 1:
-            self._runner.drop_graphs()
         self._parallel.leave()
 
     def _wants_graphs(self, runner: Runner) -> bool:
-        """Graphs of an earlier epoch still serve, unless they hold its group's collectives."""
+        """One rank only: a rank captures when it has a moment, and collectives are entered in step.
+
+        Graphs of an earlier epoch still serve.
+        """
         if self._config.enforce_eager or runner.model.device.type != "cuda":
             return False
-        if self._parallel.size > 1 and not self._parallel.is_capturable:
-            return False
-        return runner.graphs is None or self._parallel.size > 1
+        return self._parallel.size == 1 and runner.graphs is None
 
     def _load(self, start: StartEpoch, report: Report) -> Decoder:
         """The model of this rank; loaded already unless the rank is new to this process."""

@@ -90,11 +90,6 @@ class TensorParallel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    @property
-    def is_capturable(self) -> bool:
-        """Can a CUDA graph hold this group's collectives? gloo's run on the host."""
-        return self.size == 1 or self._is_nccl
-
     # -- exchanges -----------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -70,10 +70,6 @@ class Runner:
         )
         self.graphs.capture_next()
 
-    def drop_graphs(self) -> None:
-        """Run eager from now on: the graphs hold collectives of a group that ends."""
-        self.graphs = self._mixed_graphs = None
-
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, while no step is in flight; True while more are missing."""
