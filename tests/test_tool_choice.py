@@ -1,0 +1,69 @@
+"""Functions' parameters keep their references inside the list of calls that a choice forces."""
+
+import copy
+import json
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_rig import compiled, schema_grammar, walk
+
+from nvserve.frontend.tool_choice import rebased
+
+INTEGER = {"type": "integer", "minimum": 0, "maximum": 9}
+PLAIN = {"type": "object", "properties": {"n": INTEGER}, "required": ["n"],
+         "additionalProperties": False}  # fmt: skip
+NESTED = {**PLAIN, "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": INTEGER}}
+RECURSIVE = {**PLAIN, "properties": {"n": {"anyOf": [{"$ref": "#"}, INTEGER]}}}
+SIDEWAYS = {**PLAIN, "properties": {"n": {"$ref": "#/properties/m"}, "m": INTEGER}}
+NAMED = {**NESTED, "$id": "https://example.com/tool"}
+
+
+def forced(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A list of one call, with the function's schema deep inside."""
+    place = "#/items/anyOf/0/properties/parameters"
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": "f"}, "parameters": rebased(parameters, place)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [call]}}
+
+
+@pytest.mark.parametrize("parameters", [PLAIN, NESTED, RECURSIVE, SIDEWAYS, NAMED])
+def test_arguments_of_a_forced_call_follow_the_functions_own_schema(
+    parameters: dict[str, Any],
+) -> None:
+    num_ended = 0
+    for seed in range(10):
+        text = walk(compiled(schema_grammar(forced(parameters))), Random(seed), 400)
+        if text is not None:
+            num_ended += 1
+            (call,) = json.loads(text)
+            jsonschema.validate(call["parameters"], parameters)
+    assert num_ended >= 3
+
+
+def test_only_references_within_the_document_move() -> None:
+    schema = {
+        "properties": {
+            "$ref": {"$ref": "#/$defs/a~1b"},
+            "other": {"$ref": "https://example.com/x#/$defs/a"},
+            "anchor": {"$ref": "#name"},
+            "own": {"$id": "https://example.com/y", "items": {"$ref": "#/z"}},
+            "list": {"anyOf": [{"$ref": "#"}]},
+        },
+        "const": {"$ref": "#/data"},
+        "enum": [{"$ref": "#/data"}],
+    }
+    before = copy.deepcopy(schema)
+    moved: dict[str, Any] = rebased(schema, "#/p")
+    assert schema == before, "the client's own schema goes to the template unchanged"
+    properties = moved["properties"]
+    assert properties["$ref"] == {"$ref": "#/p/$defs/a~1b"}
+    assert properties["list"] == {"anyOf": [{"$ref": "#/p"}]}
+    for name in ("other", "anchor", "own"):
+        assert properties[name] == schema["properties"][name]  # type: ignore[index]  # a dict
+    assert (moved["const"], moved["enum"]) == (schema["const"], schema["enum"])
