@@ -20,6 +20,7 @@ from nvserve.frontend.chat_parts import (
 from nvserve.frontend.errors import invalid
 from nvserve.frontend.grammars import Grammar, json_grammar
 from nvserve.frontend.schema import ChatBody, NamedChoice, Tool
+from nvserve.frontend.tool_choice import rebased
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
@@ -65,7 +66,7 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
         "type": "array",
         "minItems": 1,
         "maxItems": max_calls,
-        "items": {"anyOf": [_call_schema(tool) for tool in tools]},
+        "items": {"anyOf": [_call_schema(index, tool) for index, tool in enumerate(tools)]},
     }
     grammar = json_grammar("tools", schema)
     return ToolPlan(shown, "required", grammar=grammar, max_calls=max_calls)
@@ -119,12 +120,14 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
+    """The schema of a call, as entry `index` of the list's alternatives."""
+    where = f"#/items/anyOf/{index}/properties/parameters"
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "parameters": _parameters(tool),
+            "parameters": rebased(_parameters(tool), where),
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,
