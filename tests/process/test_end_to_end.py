@@ -134,10 +134,14 @@ def test_a_pool_so_small_that_requests_keep_being_preempted_changes_no_answer(
     flags = ["--max-model-len", "144", "--num-kv-blocks", "18", "--block-size", "8"]
     with served(Server.launch("--spares", "0", *flags)) as server:
         url = server.wait_ready()
-        answers = ask_all(url, [list(one.prompt) for one in references], num_tokens)
-        assert [tuple(answer.ids) for answer in answers] == [one.ids for one in references]
-        after = wait_for("stats", lambda: _settled(url))
-        num_preemptions = after["nvserve:num_preemptions_total"]
+        num_preemptions = 0.0
+        for _ in range(4):  # how often who is preempted hangs on the order of arrival
+            answers = ask_all(url, [list(one.prompt) for one in references], num_tokens)
+            assert [tuple(answer.ids) for answer in answers] == [one.ids for one in references]
+            after = wait_for("stats", lambda: _settled(url))
+            num_preemptions = after["nvserve:num_preemptions_total"]
+            if num_preemptions >= 2 * num_requests:
+                break
         assert num_preemptions >= 2 * num_requests, f"only {num_preemptions} preemptions"
 
 

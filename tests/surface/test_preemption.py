@@ -45,6 +45,9 @@ def cramped() -> Iterator[Asker]:
         server.close()
 
 
+MAX_ROUNDS = 4
+
+
 def ask(asker: Asker, params: dict[str, Any]) -> Any:
     body = {"prompt": SHARED, "max_tokens": 80, "ignore_eos": True, "return_token_ids": True}
     if not params.get("stream"):
@@ -61,12 +64,17 @@ def ask(asker: Asker, params: dict[str, Any]) -> Any:
 
 def test_a25_every_parameter_survives_preemptions(roomy: Asker, cramped: Asker) -> None:
     expected = [ask(roomy, params) for params in PARAMS]
-    with concurrent.futures.ThreadPoolExecutor(len(PARAMS)) as pool:
-        answers = list(pool.map(lambda params: ask(cramped, params), PARAMS))
-    for params, answer, right in zip(PARAMS, answers, expected, strict=True):
-        assert close(answer, right), f"{params}:\n{answer}\n{right}"
-    cramped.check_alive()
-    assert cramped.metrics()["nvserve:num_preemptions_total"] >= 3 * len(PARAMS)
+    num_preemptions = 0.0
+    for _ in range(MAX_ROUNDS):  # how often who is preempted hangs on the order of arrival
+        with concurrent.futures.ThreadPoolExecutor(len(PARAMS)) as pool:
+            answers = list(pool.map(lambda params: ask(cramped, params), PARAMS))
+        for params, answer, right in zip(PARAMS, answers, expected, strict=True):
+            assert close(answer, right), f"{params}:\n{answer}\n{right}"
+        cramped.check_alive()
+        num_preemptions = cramped.metrics()["nvserve:num_preemptions_total"]
+        if num_preemptions >= 3 * len(PARAMS):
+            break
+    assert num_preemptions >= 3 * len(PARAMS)
 
 
 def close(left: Any, right: Any) -> bool:
