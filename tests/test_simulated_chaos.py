@@ -160,3 +160,22 @@ class Schedule:
                 continue
             assert client not in self.poisonous, f"{client}\n{story}"
             assert client.ids == expected(client), f"{client}\n{story}"
+
+
+@pytest.mark.parametrize("num_faults", [0, 1, 2, 4])
+def test_every_request_ends_once_and_right(num_faults: int) -> None:
+    scale = float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))
+    first = int(os.environ.get("NVSERVE_CHAOS_SEED", "0"))
+    begun, num_ended = time.process_time(), 0
+    count = max(20, round(10 * SEEDS * scale))
+    for seed in range(first, first + count):
+        schedule = Schedule(seed)
+        try:
+            schedule.run(num_faults)
+            schedule.judge()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_ended += schedule.cluster.end is not None
+    spent_s = time.process_time() - begun
+    print(f"{count} schedules in {spent_s:.1f} s of CPU; {num_ended} gave up")
+    assert num_ended <= count // 10
