@@ -213,7 +213,8 @@ class Core:
         num_suspects = len(self._scheduler.suspects)
         if bool(num_suspects) != self._was_searching:
             self._was_searching = bool(num_suspects)
-            logger.warning("%d requests are suspected of a crash", num_suspects)
+            if num_suspects:
+                logger.warning("%d requests are suspected of a crash", num_suspects)
             self._child.send(Searching(num_suspects))
 
     def _tell_broken(self, broken: EpochBroken) -> None:

@@ -1,8 +1,11 @@
 """Thousands of fault schedules against a simulated launch: every request gets its one right end."""
 
+import os
 import random
+import time
 from collections.abc import Callable
 
+import pytest
 from model_check.cases import make_limits
 from model_check.fake_worker import next_token
 from simulation.cluster import CORE_POISON, Cluster
