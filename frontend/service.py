@@ -116,8 +116,14 @@ class Service:
         if await self._is_idle_within(timeout_s):
             return
         for generation in list(self._open):
-            generation.abort(ApiError(503, "the server is shutting down", code="aborted"))
+            generation.abort(ApiError(503, self._farewell(), code="aborted"))
         await self._is_idle_within(1.0)
+
+    def _farewell(self) -> str:
+        """Why what was accepted ends now."""
+        if self.condition.state is State.FAILED:
+            return f"the server has failed: {self.condition.reason}"
+        return "the server is shutting down"
 
     async def _is_idle_within(self, limit_s: float) -> bool:
         try:
