@@ -12,7 +12,7 @@ from nvserve.scripts.model_facts import DEMO_MODEL
 
 NUM_GREEDY = 20
 NUM_SEEDED = 4
-NUM_TOKENS = 160  # of the longest request
+NUM_TOKENS = 96  # of the longest request
 WORDS = "king queen lord love death night crown sword heaven mother brother fool honest friend"
 
 
