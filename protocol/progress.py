@@ -2,6 +2,9 @@
 
 Written by a process's own main loop, read by the launcher: a stopped process can be read, and
 nothing queues. The time is CLOCK_MONOTONIC, which all processes of one machine share.
+
+A page has two halves, written in turn, each with a count and a checksum. A process may be stopped,
+or lose its core, in the midst of a beat: the half before it is then still whole.
 """
 
 import enum
@@ -9,10 +12,14 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from pathlib import Path
 from typing import Final, NamedTuple
 
-_LAYOUT: Final = struct.Struct("<qqqqqd")
+_FIELDS: Final = struct.Struct("<qqqqqqd")  # the count of beats, then a Snapshot
+_CHECKSUM: Final = struct.Struct("<I")
+_HALF_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+_MAX_READINGS: Final = 8  # of a page that changes under the reader
 BEAT_S: Final = 0.5  # the longest a healthy main loop goes without a beat
 
 
@@ -47,10 +54,11 @@ class ProgressPage:
     def __init__(self, path: str) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, _LAYOUT.size)
-            self._map: Final = mmap.mmap(fd, _LAYOUT.size)
+            os.ftruncate(fd, 2 * _HALF_BYTES)
+            self._map: Final = mmap.mmap(fd, 2 * _HALF_BYTES)
         finally:
             os.close(fd)
+        self._num_beats = 0
         self.epoch = -1
         self.step = -1
         self.phase = Phase.STARTING
@@ -62,9 +70,9 @@ class ProgressPage:
         """Publish now; optionally move to another phase first."""
         if phase is not None:
             self.phase = phase
-        _LAYOUT.pack_into(
-            self._map,
-            0,
+        self._num_beats += 1
+        fields = _FIELDS.pack(
+            self._num_beats,
             self.epoch,
             self.step,
             self.phase,
@@ -72,6 +80,8 @@ class ProgressPage:
             self.collectives_left,
             time.monotonic(),
         )
+        half = self._num_beats % 2 * _HALF_BYTES
+        self._map[half : half + _HALF_BYTES] = fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 def page_path(launch_dir: str, role: str, life: int) -> str:
@@ -80,15 +90,25 @@ def page_path(launch_dir: str, role: str, life: int) -> str:
 
 
 def read_page(path: str) -> Snapshot | None:
-    """The last published state, or None before the first one (or of a torn write)."""
-    try:
-        raw = Path(path).read_bytes()
-    except FileNotFoundError:
+    """The last state published in whole, or None before the first one."""
+    for _ in range(_MAX_READINGS):
+        try:
+            raw = Path(path).read_bytes()
+        except FileNotFoundError:
+            return None
+        halves = [_read_half(raw[at : at + _HALF_BYTES]) for at in (0, _HALF_BYTES)]
+        whole = [half for half in halves if half is not None]
+        if whole:
+            return max(whole)[1]
+    return None
+
+
+def _read_half(raw: bytes) -> tuple[int, Snapshot] | None:
+    """A half's count of beats and its state; None when it is torn or was never written."""
+    if len(raw) != _HALF_BYTES:
         return None
-    if len(raw) != _LAYOUT.size:
+    fields, checksum = raw[: _FIELDS.size], raw[_FIELDS.size :]
+    if _CHECKSUM.unpack(checksum) != (zlib.crc32(fields),):
         return None
-    epoch, step, phase, entered, left, time_s = _LAYOUT.unpack(raw)
-    try:
-        return Snapshot(epoch, step, Phase(phase), entered, left, time_s)
-    except ValueError:  # a torn write
-        return None
+    num_beats, epoch, step, phase, entered, left, time_s = _FIELDS.unpack(fields)
+    return num_beats, Snapshot(epoch, step, Phase(phase), entered, left, time_s)

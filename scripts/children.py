@@ -83,7 +83,8 @@ class Child:
         self.has_hung_up = False  # its end of the control channel is closed
         self.has_closed_output = False
         self._partial = b""
-        self._page: Final = page_path(setup.launch_dir, child.role.value, child.life)
+        self._page_path: Final = page_path(setup.launch_dir, child.role.value, child.life)
+        self._page: Snapshot | None = None  # last read
         self.send(setup)
 
     def send(self, message: FromLauncher) -> bool:
@@ -122,7 +123,9 @@ class Child:
         return lines
 
     def page(self) -> Snapshot | None:
-        return read_page(self._page)
+        """Its progress; what was read last when the page changes too fast to be read."""
+        self._page = read_page(self._page_path) or self._page
+        return self._page
 
     def is_stopped(self) -> bool:
         """State T in /proc: SIGSTOP, or a debugger."""

@@ -1,6 +1,8 @@
 """Messages survive the wire unchanged, and nothing else gets through."""
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process.server import environment
 from protocol_strategies import FROM_WORKER, TO_CORE, TO_FRONTEND, TO_WORKER
 
 from nvserve.protocol import channel, control, messages
@@ -242,7 +245,7 @@ def test_control_channel_keeps_message_borders_and_reports_the_end() -> None:
     theirs.close()
 
 
-def test_progress_page_shows_the_last_beat_and_survives_torn_pages(tmp_path: Path) -> None:
+def test_progress_page_shows_the_last_beat(tmp_path: Path) -> None:
     path = page_path(str(tmp_path), "worker", 3)
     assert read_page(path) is None
     page = ProgressPage(path)
@@ -253,6 +256,49 @@ def test_progress_page_shows_the_last_beat_and_survives_torn_pages(tmp_path: Pat
     assert (snapshot.epoch, snapshot.step, snapshot.phase) == (2, 9, Phase.FORWARD)
     Path(path).write_bytes(b"\xff" * 48)
     assert read_page(path) is None
+
+
+@pytest.mark.parametrize("num_beats", [1, 2])
+def test_a_process_stopped_in_the_midst_of_a_beat_shows_the_one_before(
+    tmp_path: Path, num_beats: int
+) -> None:
+    path = page_path(str(tmp_path), "worker", 0)
+    page = ProgressPage(path)
+    for step in range(num_beats):
+        page.step = step
+        page.beat(Phase.FORWARD)
+    before, old = read_page(path), Path(path).read_bytes()
+    page.step = 99
+    page.beat(Phase.SENDING)
+    new = Path(path).read_bytes()
+    for written in range(len(new)):
+        Path(path).write_bytes(new[:written] + old[written:])
+        seen = read_page(path)
+        assert seen is not None
+        assert seen in (before, seen._replace(step=99, phase=Phase.SENDING))
+
+
+def test_a_page_read_while_it_is_written_never_goes_back(tmp_path: Path) -> None:
+    path = page_path(str(tmp_path), "worker", 0)
+    code = (
+        "import sys; from nvserve.protocol.progress import ProgressPage\n"
+        "page = ProgressPage(sys.argv[1]); print(flush=True)\n"
+        "while True: page.beat()"
+    )
+    command = [sys.executable, "-P", "-c", code, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"\n"
+            last = 0.0
+            for _ in range(20_000):
+                snapshot = read_page(path)
+                assert snapshot is not None
+                assert snapshot.time_s >= last
+                last = snapshot.time_s
+        finally:
+            writer.kill()
+    assert last > 0.0
 
 
 # -- sampling parameters -------------------------------------------------------------------------
