@@ -295,6 +295,22 @@ def test_an_idle_worker_beats_and_shows_where_it_is(sim: Launch) -> None:
         seen_s = page.time_s
 
 
+def test_a_step_that_does_not_end_is_silence(model: Path) -> None:
+    with launching(make_config(model, device="sim", sim_step_ms=3_600_000.0)) as launch:
+        worker, core = ready_worker(launch)
+        core.send(first_step())
+
+        def probe() -> Snapshot | None:
+            page = read_page(worker.page)
+            is_silent = page is not None and time.monotonic() - page.time_s > 4 * BEAT_S
+            return page if is_silent else None
+
+        page = until("silence", probe)
+        assert (page.step, page.phase) == (0, Phase.FORWARD)
+        worker.join(1)  # the loop itself goes on
+        worker.expect(EpochReady)
+
+
 def next_beat(worker: Worker, seen_s: float) -> Snapshot:
     """The first reading of an idle worker's page that is newer; in twice the time allowed."""
 

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_MS: Final = int(BEAT_S * 1000) // 2  # between two beats of an idle worker
 PROGRESS_S: Final = 0.1  # between two reports of one phase
+STEP_BEATS_S: Final = 1.0  # a step that runs for longer is silent from then on
 
 
 class Superseded(Exception):
@@ -73,6 +74,7 @@ class EpochServer:
         self._rank: Final = start.rank
         self._expected = 0  # the step to come
         self._launched: deque[Launched] = deque()
+        self._moved_s = 0.0  # monotonic: when the oldest launched step had the device to itself
         self._unsent: deque[bytes] = deque()
         self._is_over = False  # a gap or a failed step: nothing more runs in this epoch
         self._may_prepare = True
@@ -90,9 +92,8 @@ class EpochServer:
 
     def serve(self) -> StartEpoch:
         """Run steps until the launcher begins the next epoch, which is returned."""
-        page = self._child.page
         while True:
-            page.beat(Phase.FORWARD if self._launched else Phase.WAITING)
+            self._beat()
             if not self._poller.poll(self._poll_ms()) and not self._launched:
                 self._prepare_ahead()
             start = receive_start(self._child)
@@ -104,6 +105,13 @@ class EpochServer:
             while self._launched and self._launched[0].pending.is_done():
                 self._finish(self._launched.popleft())
             self._flush()
+
+    def _beat(self) -> None:
+        """This loop goes on while the device hangs, which the launcher must see as well."""
+        if not self._launched:
+            self._child.page.beat(Phase.WAITING)
+        elif time.monotonic() - self._moved_s < STEP_BEATS_S:
+            self._child.page.beat(Phase.FORWARD)
 
     def _poll_ms(self) -> int:
         if self._launched:
@@ -152,6 +160,8 @@ class EpochServer:
             self._launched.append(Launched(step.step, self._engine.launch(step)))
         except Exception as error:
             self._fail(step.step, error)
+        if len(self._launched) == 1:
+            self._moved_s = time.monotonic()
 
     def _finish(self, launched: Launched) -> None:
         """Report a step that is done: rank 0 its tokens, the others a checksum of theirs."""
@@ -160,6 +170,7 @@ class EpochServer:
         except Exception as error:
             self._fail(launched.step, error)
             return
+        self._moved_s = time.monotonic()
         self._child.page.beat(Phase.SENDING)
         self._send(self._answer(launched.step, result))
 
