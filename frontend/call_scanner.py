@@ -1,7 +1,8 @@
 """Reads one tool call, a JSON object with a name and arguments, from text that comes in pieces.
 
-The arguments are passed on as they come, in the very text of the model. Pure; knows no markers
-around the object.
+The arguments are passed on as they come, in the very text of the model; a call without any has
+`{}`. Every character costs the same, however long the call is. Pure; knows no markers around the
+object.
 """
 
 import enum
@@ -10,6 +11,7 @@ from typing import Final
 
 NAME_KEYS: Final = ("name",)
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
+NO_ARGUMENTS: Final = "{}"
 SPACE: Final = " \t\r\n"
 MAX_NAME_CHARS: Final = 256
 
@@ -27,32 +29,40 @@ class CallScanner:
 
     def __init__(self) -> None:
         self.state = State.READING
-        self.raw = ""  # everything taken
         self.name: str | None = None
+        self._taken: Final[list[str]] = []
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
         self._is_value = False  # behind the colon of the outer object
         self._key: str | None = None
-        self._text = ""  # of the key or value that is being read, at the outer level
-        self._arguments = ""
-        self._num_shown = 0  # characters of the arguments handed out
+        self._text: list[str] = []  # of the key or value that is being read, at the outer level
+        self._is_passing = False  # the value that is being read is the arguments, an object
+        self._has_arguments = False  # the first ones count
+        self._arguments: list[str] = []  # not handed out yet
+
+    @property
+    def raw(self) -> str:
+        """Everything taken."""
+        return "".join(self._taken)
 
     def feed(self, text: str) -> int:
         """Take characters until the object ends or is none; how many."""
+        num_taken = len(text)
         for index, char in enumerate(text):
-            self.raw += char
             self._step(char)
             if self.state is not State.READING:
-                return index + 1
-        return len(text)
+                num_taken = index + 1
+                break
+        self._taken.append(text[:num_taken])
+        return num_taken
 
     def take_arguments(self) -> str:
         """New text of the arguments; nothing before the name is known."""
         if self.name is None:
             return ""
-        fresh = self._arguments[self._num_shown :]
-        self._num_shown = len(self._arguments)
+        fresh = "".join(self._arguments)
+        self._arguments.clear()
         return fresh
 
     def _step(self, char: str) -> None:
@@ -83,15 +93,22 @@ class CallScanner:
             self._in_string = True
             self._keep(char)
         elif char == ":" and not self._is_value:
-            self._key, self._text, self._is_value = _decoded(self._text), "", True
+            self._key, self._is_value = _decoded("".join(self._text)), True
+            self._text.clear()
             if self._key is None:
                 self.state = State.BAD
         elif char in ",}":
             self._end_value()
             if char == "}" and self.state is State.READING:
-                self.state = State.DONE if self.name is not None else State.BAD
+                self._close()
         elif char in "{[" and self._is_value:
             self._depth += 1
+            self._is_passing = (
+                char == "{"
+                and not self._text
+                and self._key in ARGUMENT_KEYS
+                and not self._has_arguments
+            )
             self._keep(char)
         elif char not in SPACE:
             if not self._is_value:
@@ -108,18 +125,36 @@ class CallScanner:
             self._depth -= 1
 
     def _keep(self, char: str) -> None:
-        self._text += char
-        if self._is_value and self._key in ARGUMENT_KEYS and self._text[0] == "{":
-            self._arguments += char
+        (self._arguments if self._is_passing else self._text).append(char)
 
     def _end_value(self) -> None:
+        text = "".join(self._text)
         if self._is_value and self._key in NAME_KEYS:
-            self.name = _decoded(self._text)
+            self.name = _decoded(text)
             if not self.name or len(self.name) > MAX_NAME_CHARS:
                 self.state = State.BAD
-        elif self._is_value and self._key in ARGUMENT_KEYS and self._text[:1] != "{":
-            self._arguments = _decoded(self._text) or self._text  # arguments as a string of JSON
-        self._key, self._text, self._is_value = None, "", False
+        elif self._is_passing:
+            self._has_arguments = True
+        elif self._is_value and self._key in ARGUMENT_KEYS and not self._has_arguments:
+            self._add_other(text)
+        self._key, self._is_value, self._is_passing = None, False, False
+        self._text.clear()
+
+    def _add_other(self, text: str) -> None:
+        """Arguments that are no object: a string of JSON is taken out of its quotes."""
+        inner = _decoded(text)
+        arguments = text if inner is None else inner
+        if arguments.strip(SPACE) not in ("", "null"):
+            self._has_arguments = True
+            self._arguments.append(arguments)
+
+    def _close(self) -> None:
+        if self.name is None:
+            self.state = State.BAD
+            return
+        self.state = State.DONE
+        if not self._has_arguments:
+            self._arguments.append(NO_ARGUMENTS)
 
 
 def _decoded(text: str) -> str | None:

@@ -1,7 +1,8 @@
 """A chat's output text as its parts: reasoning, content and tool calls, piece by piece.
 
 What has been put out after some text depends on that text alone, however it was cut; text that may
-still become a marker waits. Every stage takes text and gives parts. Pure; knows text only.
+still become a marker waits, and is not looked at again with every piece that follows. Every stage
+takes text and gives parts. Pure; knows text only.
 """
 
 import enum
@@ -15,6 +16,7 @@ from nvserve.frontend.call_scanner import SPACE, CallScanner, State
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"
+PIECE_CHARS: Final = 4096  # of a longer text, taken at once: what is left of it is copied often
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ class Reasoning:
     def __init__(self, following: Splitter, *, is_open: bool) -> None:
         self._following: Final = following
         self._mode = _Mode.THINKING if is_open else _Mode.START
+        self._blanks: Final[list[str]] = []  # before all other text
         self._text = ""  # not passed on yet
 
     def feed(self, text: str) -> Iterator[Part]:
@@ -91,17 +94,22 @@ class Reasoning:
     def flush(self) -> Iterator[Part]:
         if self._text and self._mode is _Mode.THINKING:
             yield Part(self._text, is_reasoning=True)
-        elif self._text:
-            yield from self._following.feed(self._text)
+        elif self._mode is _Mode.START:
+            yield from self._following.feed("".join(self._blanks) + self._text)
         yield from self._following.flush()
 
     def _start(self) -> None:
         """The opening marker can only stand at the very start."""
+        if not self._text.strip(SPACE):
+            self._blanks.append(self._text)
+            self._text = ""
+            return
         stripped = self._text.lstrip(SPACE)
         if stripped.startswith(THINK):
             self._text = stripped[len(THINK) :]
             self._mode = _Mode.THINKING
         elif not THINK.startswith(stripped):
+            self._text = "".join(self._blanks) + self._text
             self._mode = _Mode.CONTENT
 
     def _think(self) -> Iterator[Part]:
@@ -121,26 +129,33 @@ class _Calls:
     def __init__(self, max_calls: int) -> None:
         self._max_calls: Final = max_calls  # the others are dropped
         self._mode = _Mode.START
-        self._text = ""  # not decided yet
+        self._skipped: list[str] = []  # content, unless a call follows
+        self._text = ""  # behind it, not decided yet
         self._opening = ""  # what stood before the call that is being read
         self._scanner = CallScanner()
         self._num_calls = 0
         self._is_named = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        self._text += text
-        before = None
-        while self._text and before != (len(self._text), self._mode):
-            before = (len(self._text), self._mode)
-            yield from self._scan() if self._mode is _Mode.CALL else self._seek()
+        for start in range(0, len(text), PIECE_CHARS):
+            self._text += text[start : start + PIECE_CHARS]
+            before = None
+            while self._text and before != (len(self._text), self._mode):
+                before = (len(self._text), self._mode)
+                yield from self._scan() if self._mode is _Mode.CALL else self._seek()
 
     def _seek(self) -> Iterator[Part]:
         """Outside a call: pass content on, and find the next call."""
         raise NotImplementedError
 
-    def _begin(self, opening: str, rest: str) -> None:
-        self._opening, self._text, self._mode = opening, rest, _Mode.CALL
+    def _begin(self, marker: str, rest: str) -> None:
+        self._opening, self._text, self._mode = self._unskipped() + marker, rest, _Mode.CALL
         self._scanner, self._is_named = CallScanner(), False
+
+    def _unskipped(self) -> str:
+        """What was skipped, which is decided now."""
+        skipped, self._skipped = "".join(self._skipped), []
+        return skipped
 
     def _scan(self) -> Iterator[Part]:
         scanner = self._scanner
@@ -164,8 +179,10 @@ class _Calls:
     def flush(self) -> Iterator[Part]:
         if self._mode is _Mode.CALL and not self._is_named:
             yield Part(self._opening + self._scanner.raw)
-        elif self._mode in (_Mode.START, _Mode.CONTENT) and self._text:
-            yield Part(self._text)
+        elif self._mode in (_Mode.START, _Mode.CONTENT):
+            rest = self._unskipped() + self._text
+            if rest:
+                yield Part(rest)
 
 
 class MarkedCalls(_Calls):
@@ -173,23 +190,24 @@ class MarkedCalls(_Calls):
 
     def _seek(self) -> Iterator[Part]:
         if self._mode is _Mode.BEHIND:
-            stripped = self._text.lstrip(SPACE)
-            if END_CALL.startswith(stripped) and stripped != END_CALL:
+            self._text = self._text.lstrip(SPACE)
+            if END_CALL.startswith(self._text) and self._text != END_CALL:
                 return
-            self._text = stripped.removeprefix(END_CALL).lstrip(SPACE)
+            self._text = self._text.removeprefix(END_CALL).lstrip(SPACE)
             self._mode = _Mode.START if self._text else _Mode.BEHIND
             return
         content, marker, rest = self._text.partition(CALL)
+        if not marker:
+            cut = len(content) - num_held(content, CALL)
+            content, rest = content[:cut], content[cut:]
+        shown = content.rstrip(SPACE)  # blanks before a call are no content
+        if shown:
+            yield Part(self._unskipped() + shown)
+        self._skipped.append(content[len(shown) :])
         if marker:
-            blanks = content[len(content.rstrip(SPACE)) :]
-            content = content.rstrip(SPACE)
-            self._begin(blanks + CALL, rest)
+            self._begin(CALL, rest)
         else:
-            kept = self._text[: len(self._text) - num_held(self._text, CALL)]
-            content = kept.rstrip(SPACE)  # blanks before a call are no content
-            self._text = self._text[len(content) :]
-        if content:
-            yield Part(content)
+            self._text = rest
 
 
 class BareCalls(_Calls):
@@ -199,21 +217,32 @@ class BareCalls(_Calls):
         super().__init__(max_calls)
         self._marker: Final = "[" if is_list else PYTHON_TAG
         self._separators: Final = SPACE + ";," + ("]" if is_list else "")
+        self._is_marked = False
 
     def _seek(self) -> Iterator[Part]:
         if self._mode is _Mode.CONTENT:
-            content, self._text = self._text, ""
+            content, self._text = self._unskipped() + self._text, ""
             yield Part(content)
             return
         is_start = self._mode is _Mode.START
-        stripped = self._text.lstrip(SPACE if is_start else self._separators)
-        if is_start and stripped != self._marker and self._marker.startswith(stripped):
-            return
-        rest = stripped.removeprefix(self._marker).lstrip(SPACE) if is_start else stripped
-        if rest.startswith("{"):
-            self._begin(self._text[: len(self._text) - len(rest)], rest)
-        elif rest:
+        self._skip(SPACE if is_start else self._separators)
+        if is_start and not self._is_marked:
+            if self._text != self._marker and self._marker.startswith(self._text):
+                return
+            if self._text.startswith(self._marker):
+                self._is_marked = True
+                self._skipped.append(self._marker)
+                self._text = self._text[len(self._marker) :]
+                self._skip(SPACE)
+        if self._text.startswith("{"):
+            self._begin("", self._text)
+        elif self._text:
             self._mode = _Mode.CONTENT
+
+    def _skip(self, blanks: str) -> None:
+        rest = self._text.lstrip(blanks)
+        self._skipped.append(self._text[: len(self._text) - len(rest)])
+        self._text = rest
 
 
 class ForcedCall:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -75,6 +76,20 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
     ("bare", f"<|python_tag|>{A}; {B}", "", "", [CALL_A, CALL_B]),
     ("bare", '{"name": "f", "parameters": {}}', "", "", [("f", "{}")]),
     ("bare", '{"name": "f", "parameters": "{\\"a\\": 1}"}', "", "", [("f", '{"a": 1}')]),
+    ("bare", '{"name": "f"}', "", "", [("f", "{}")]),
+    ("bare", '{"name": "f", "arguments": null}', "", "", [("f", "{}")]),
+    ("bare", '{"name": "f", "arguments": ""}', "", "", [("f", "{}")]),
+    ("bare", '{"name": "f", "arguments": [1]}', "", "", [("f", "[1]")]),
+    ("bare", '{"arguments": {"a": 1}, "parameters": {"b": 2}, "name": "f"}', "", "",
+     [("f", '{"a": 1}')]),
+    ("bare", '{"name": "f", ', "", "", [("f", "")]),
+    ("marked", '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}', "", "",
+     [("f", "{}"), ("g", "{}")]),
+    ("marked", "a \n <tool_call>{}</tool_call>", "", "a \n <tool_call>{}</tool_call>", []),
+    ("bare", " <|python_tag|> and", "", " <|python_tag|> and", []),
+    ("bare", f"{A}; and", "", "; and", [CALL_A]),
+    ("think", " \n no", "", " \n no", []),
+    ("think", " \n ", "", " \n ", []),
     ("bare", " {not a call}", "", " {not a call}", []),
     ("bare", "Plain {text}", "", "Plain {text}", []),
     ("bare", '{"answer": 5} and more', "", '{"answer": 5} and more', []),
@@ -141,3 +156,48 @@ def test_a_forced_call_is_all_arguments() -> None:
     parts = split(ForcedCall("add"), ["", '{"x"', ": 1}"])
     assert summary(parts) == {"reasoning": "", "content": "", "calls": [("add", '{"x": 1}')]}
     assert json.loads(summary(parts)["calls"][0][1]) == {"x": 1}
+
+
+LONG: list[tuple[str, str, str]] = [
+    ("marked", "", " "),
+    ("marked", "a", "\n"),
+    ("marked", f"<tool_call>{A}", " "),
+    ("bare", "", " "),
+    ("bare", "<|python_tag|>", " "),
+    ("bare", A, " ;"),
+    ("list", "[", " "),
+    ("think", "", " "),
+    ("think marked", "<think>a</think>", "\n"),
+    ("open think", "", "<"),
+    ("bare", '{"name": "f", "arguments": {"a": "', "b"),
+    ("bare", '{"arguments": {"a": "', "b"),
+    ("bare", '{"arguments": "', "b"),
+    ("bare", '{"other": [', "1,"),
+    ("bare", '{"', "b"),
+]
+
+
+def seconds_for(kind: str, start: str, piece: str, num_pieces: int) -> float:
+    splitter = make(kind)
+    begun = time.process_time()
+    split(splitter, [start, *[piece] * num_pieces])
+    return time.process_time() - begun
+
+
+@pytest.mark.parametrize(("kind", "start", "piece"), LONG)
+def test_a_piece_costs_no_more_behind_a_long_text(kind: str, start: str, piece: str) -> None:
+    """Text of many pieces that stays undecided: sixteen times as much may not cost 256 times."""
+    few = min(seconds_for(kind, start, piece, 1_500) for _ in range(3))
+    many = seconds_for(kind, start, piece, 24_000)
+    assert many < 80 * max(few, 0.001)
+
+
+def test_many_calls_in_one_piece_of_text_cost_no_more_each() -> None:
+    def seconds(num_calls: int) -> float:
+        text = f"<tool_call>{A}</tool_call>\n" * num_calls
+        begun = time.process_time()
+        split(MarkedCalls(9), [text])
+        return time.process_time() - begun
+
+    few = min(seconds(300) for _ in range(3))
+    assert seconds(4_800) < 80 * few

@@ -252,3 +252,14 @@ def test_a_call_cut_short_keeps_its_reason(hermes: FrontendProcess, model: Path)
     assert answer.finish_reason == "length"
     assert answer.calls[0][1] == "look_up"
     assert A.count(answer.calls[0][2]) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_without_arguments_has_an_empty_object(
+    hermes: FrontendProcess, llama: FrontendProcess, is_stream: bool
+) -> None:
+    call = '{"name": "look_up"}'
+    for frontend, text in ((hermes, f"<tool_call>{call}</tool_call>"), (llama, call)):
+        answer = ask(frontend, text, is_stream=is_stream)
+        assert named(answer) == [("look_up", {})]
+        assert answer.finish_reason == "tool_calls"
