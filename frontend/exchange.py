@@ -21,6 +21,7 @@ MAX_BODY_BYTES: Final = 32 << 20
 BODY_LIMIT_S: Final = 60.0  # for the whole body
 MAX_UNSENT_BYTES: Final = 1 << 20  # of one stream, in our buffers
 FLUSH_LIMIT_S: Final = 30.0  # for a reader to take what is left at the end
+PIECE_BYTES: Final = 256 << 10  # of a body; the next waits until its reader took most of this one
 TIMEOUT_HEADER: Final = b"x-request-timeout"
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
@@ -207,7 +208,12 @@ class Exchange:
             *self.own_headers(),
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": start})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        num_sent = 0
+        while len(body) - num_sent > PIECE_BYTES:
+            piece = body[num_sent : num_sent + PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            num_sent += PIECE_BYTES
+        await self._send({"type": "http.response.body", "body": body[num_sent:]})
 
     async def respond_error(self, error: ApiError) -> None:
         """Send an error. One that left a body unread closes the connection, as its rest follows."""

@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with the limits it lacks, and a server that leaves signals alone.
 
-Adds: a bound on header bytes (431), a time limit for headers (408), errors in OpenAI's form, and
-the connection's transport in scope["extensions"], so that a step's fan-out can write to it.
+Adds: a bound on header bytes (431), a time limit for headers (408), one for readers that take
+nothing, errors in OpenAI's form, and the connection's transport in scope["extensions"], so that a
+step's fan-out can write to it.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ TRANSPORT: Final = "nvserve.transport"
 MAX_HEADER_BYTES: Final = 64 << 10  # of one request, names and values and the path
 HEADER_LIMIT_S: Final = 15.0  # from the connection's start, or a request's first byte
 KEEP_ALIVE_S: Final = 75
+REST_LIMIT_S: Final = 60.0  # for the rest of a body that nobody reads
+STALL_LIMIT_S: Final = 30.0  # for a reader to take what waits for it
 
 _REASONS: Final = {
     400: b"Bad Request",
@@ -39,6 +42,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_header_bytes = 0  # of the request being parsed
     _num_unparsed_bytes = 0  # received while its headers are incomplete
     _header_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
@@ -47,7 +52,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm_header_timer()
+        self._disarm_rest_timer()
         super().connection_lost(exc)
+        self._disarm_stall_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -57,10 +64,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._num_unparsed_bytes += len(data)
             if self._num_unparsed_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, _TOO_LARGE)
+        elif self._rest_timer is None and (self.cycle is None or self.cycle.response_complete):
+            # Bytes behind an answer that begin no request; uvicorn's timer ended with them.
+            self._rest_timer = self.loop.call_later(REST_LIMIT_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_header_bytes = self._num_unparsed_bytes = 0
+        self._disarm_rest_timer()
         self._arm_header_timer()
         self.scope["extensions"] = {TRANSPORT: {"transport": self.transport}}
 
@@ -75,6 +86,25 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._disarm_header_timer()
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._arm_stall_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # closing would wait for its reader for ever
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm_stall_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._disarm_stall_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn when the parser gives up."""
@@ -104,6 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 b"connection: close\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
             )
         self.transport.close()
+        self._arm_stall_timer()
 
     def _arm_header_timer(self) -> None:
         if self._header_timer is None:
@@ -113,6 +144,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _arm_stall_timer(self) -> None:
+        """From now on its reader has a limited time; less waiting, or the end, lifts it."""
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(STALL_LIMIT_S, self.transport.abort)
+
+    def _disarm_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _disarm_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _on_header_timeout(self) -> None:
         self._refuse(408, f"no complete request within {HEADER_LIMIT_S:g} s")

@@ -51,6 +51,8 @@ MAX_REQUESTS: Final = 1024  # open ones of one connection
 # Of one connection, beyond what the socket queues: some seconds of a whole batch, as an offline
 # client with hundreds of streams needs while it looks elsewhere.
 MAX_UNSENT_BYTES: Final = 32 << 20
+MAX_ALL_UNSENT_BYTES: Final = 256 << 20  # of all; beyond it the connection with most is dropped
+MAX_FRAMES_AT_ONCE: Final = 64  # read before other callbacks get their turn
 QUEUED_FRAMES: Final = 1000  # in the socket, for one connection and each direction
 RETRY_S: Final = 0.02
 IDLE_BEATS: Final = 20  # a connection without requests gets every 20th beat, to find it gone
@@ -73,6 +75,7 @@ class Door:
         self._is_drain_due = False
         self._is_retry_due = False
         self._num_beats = 0
+        self._num_unsent_bytes = 0  # of all connections
         self.num_dropped = 0
 
     def open(self, endpoint: str) -> str:
@@ -112,7 +115,9 @@ class Door:
     def _drain(self) -> None:
         """Read all there is: the descriptor signals edges, and sending may swallow one."""
         self._is_drain_due = False
-        while self._socket is not None:
+        for _ in range(MAX_FRAMES_AT_ONCE):
+            if self._socket is None:
+                return
             try:
                 parts = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -121,6 +126,12 @@ class Door:
                 self._take(parts[0], parts[1])
             else:
                 self.num_dropped += 1
+        self._drain_soon()  # whoever sends without end does not stop the loop
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            asyncio.get_running_loop().call_soon(self._drain)
 
     def _take(self, identity: bytes, frame: bytes) -> None:
         connection = self._connections.get(identity)
@@ -141,21 +152,26 @@ class Door:
             request = connection.requests.pop(message.id, None)
             if request is not None:
                 request.abort()
+            else:  # it ended meanwhile: a benign race
+                self.num_dropped += 1
         else:
             assert_never(message)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         connection = self._connections.get(identity) or Connection(identity)
-        refusal = self._refusal(hello)
+        refusal = self._refusal(identity, hello)
         if refusal is not None:
-            self._send(connection, error_message(None, refusal))
+            self._try_send(connection, encode_client(error_message(None, refusal)))
             return
         self._connections[identity] = connection
         config = self._service.config
         model, length = config.served_model_names[0], config.max_model_len
         self._send(connection, Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length))
 
-    def _refusal(self, hello: Hello) -> ApiError | None:
+    def _refusal(self, identity: bytes, hello: Hello) -> ApiError | None:
+        if not identity.startswith(b"\0"):  # such names are the client's choice, and can be reused
+            text = "routing_id: must not be set: replies could reach another client"
+            return ApiError(400, text, param="routing_id")
         if hello.version != CLIENT_PROTOCOL:
             text = f"this server speaks protocol {CLIENT_PROTOCOL}, not {hello.version}"
             return ApiError(400, text, param="version")
@@ -266,17 +282,21 @@ class Door:
         connection.unsent.append(frame)
         self._retry_later()
         connection.num_unsent_bytes += len(frame)
+        self._num_unsent_bytes += len(frame)
         if connection.num_unsent_bytes > MAX_UNSENT_BYTES:
-            logger.info("a ZMQ client does not read: its requests are aborted")
-            self._drop(connection)
+            self._cut(connection)
+        elif self._num_unsent_bytes > MAX_ALL_UNSENT_BYTES:
+            self._cut(max(self._connections.values(), key=lambda one: one.num_unsent_bytes))
+
+    def _cut(self, connection: Connection) -> None:
+        logger.info("a ZMQ client does not read: its requests are aborted")
+        self._drop(connection)
 
     def _try_send(self, connection: Connection, frame: bytes) -> bool:
         """Send one frame; False when the client is behind. One that left is dropped."""
         if self._socket is None:
             return True
-        if not self._is_drain_due:  # sending can swallow the descriptor's next signal
-            self._is_drain_due = True
-            asyncio.get_running_loop().call_soon(self._drain)
+        self._drain_soon()  # sending can swallow the descriptor's next signal
         try:
             self._socket.send_multipart([connection.identity, frame], zmq.DONTWAIT)
         except zmq.Again:
@@ -297,7 +317,9 @@ class Door:
         for connection in list(self._connections.values()):
             while connection.unsent and self._try_send(connection, connection.unsent[0]):
                 if connection.unsent:  # not dropped meanwhile
-                    connection.num_unsent_bytes -= len(connection.unsent.popleft())
+                    num_bytes = len(connection.unsent.popleft())
+                    connection.num_unsent_bytes -= num_bytes
+                    self._num_unsent_bytes -= num_bytes
             if connection.unsent:
                 self._retry_later()
 
@@ -316,5 +338,7 @@ class Door:
         self._connections.pop(connection.identity, None)
         requests, connection.requests = connection.requests, {}
         connection.unsent.clear()
+        self._num_unsent_bytes -= connection.num_unsent_bytes
+        connection.num_unsent_bytes = 0
         for request in requests.values():
             request.abort()
