@@ -51,6 +51,7 @@ class FinishReason(enum.IntEnum):
     ABORT = 3  # the client left or asked for it
     DEADLINE = 4  # the request's own deadline passed
     ENGINE_FAULT = 5  # this request alone crashes a step
+    GRAMMAR = 6  # its output cannot go on within its grammar, or only beyond the grammar's limits
 
 
 class RefusalKind(enum.IntEnum):
