@@ -111,7 +111,7 @@ class Request:
             return FinishReason.STOP
         matcher = self.constraint.matcher if self.constraint is not None else None
         if matcher is not None and matcher.is_over:
-            return FinishReason.ENGINE_FAULT if matcher.error else FinishReason.STOP
+            return FinishReason.GRAMMAR if matcher.error else FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_total else FinishReason.NONE
 
     def move_to(self, phase: Phase) -> None:

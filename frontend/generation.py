@@ -14,7 +14,7 @@ import msgspec
 from nvserve.frontend.detokenizer import Vocabulary
 from nvserve.frontend.engine import EmitExtras, Engine
 from nvserve.frontend.errors import ApiError
-from nvserve.frontend.grammars import Grammar, named_by_client
+from nvserve.frontend.grammars import Grammar, broken_grammar, named_by_client
 from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
@@ -137,7 +137,7 @@ class Choice:
         self, tokens: Sequence[int], finish: FinishReason, cached: int, emit: EmitExtras | None
     ) -> None:
         if finish > FinishReason.LENGTH:
-            self._generation.fail(_failure_of(finish))
+            self._generation.fail(_failure_of(finish, self._generation.plan.grammar))
             return
         self.cached = cached
         scores = None
@@ -336,8 +336,10 @@ class Generation:
             raise error from None
 
 
-def _failure_of(finish: FinishReason) -> ApiError:
+def _failure_of(finish: FinishReason, grammar: Grammar | None) -> ApiError:
     match finish:
+        case FinishReason.GRAMMAR:
+            return broken_grammar(grammar)
         case FinishReason.DEADLINE:
             return ApiError(504, "the request's deadline passed", code="deadline_exceeded")
         case FinishReason.ENGINE_FAULT:

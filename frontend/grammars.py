@@ -52,6 +52,16 @@ def named_by_client(error: ApiError, grammar: Grammar | None) -> ApiError:
     return invalid(grammar.param, error.message.removeprefix(f"{CORE_PARAM}: "))
 
 
+def broken_grammar(grammar: Grammar | None) -> ApiError:
+    """The end of an output whose grammar fails in the middle: the client's to mend, as no other."""
+    return invalid(
+        grammar.param if grammar is not None else CORE_PARAM,
+        "the output cannot go on: the grammar exceeds a limit, or other parameters forbid all that"
+        " it allows",
+        "grammar_error",
+    )
+
+
 def _structured(asked: StructuredOutputs | None) -> list[Grammar]:
     if asked is None:
         return []

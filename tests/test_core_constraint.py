@@ -43,7 +43,7 @@ def test_a_word_gives_way_where_the_grammar_allows_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [("", FinishReason.STOP), ("out of fuel", FinishReason.ENGINE_FAULT)],
+    [("", FinishReason.STOP), ("out of fuel", FinishReason.GRAMMAR)],
 )
 def test_a_request_ends_with_its_grammar(error: str, reason: FinishReason) -> None:
     world = make_world()
