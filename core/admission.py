@@ -98,7 +98,10 @@ class Admission:
         words = [word for word in sampling.bad_words if len(word) > 1]
         if not words and matcher is None:
             return None
-        return Constraint(self._limits.vocab_size, words, matcher)
+        # An end-of-sequence id ends a grammar, whoever ignores it in the text.
+        is_ignored = sampling.ignore_eos and matcher is not None
+        ignored = self._limits.eos_token_ids if is_ignored else frozenset()
+        return Constraint(self._limits.vocab_size, words, matcher, ignored)
 
     def _check_ranges(self, submit: Submit, matcher: Matcher | None) -> None:
         try:

@@ -5,7 +5,7 @@ mask; knows ids only.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 
@@ -30,35 +30,49 @@ class Matcher(Protocol):
 class Constraint:
     """A request's matcher, if it has one, and its words of several tokens.
 
-    A word counts as said when all its ids stand in a row, those of the prompt included.
+    A word counts as said when all its ids stand in a row, those of the prompt included. `ignored`
+    are the ids that would end the text although the grammar could go on.
     """
 
     def __init__(
-        self, vocab_size: int, words: Sequence[Sequence[int]] = (), matcher: Matcher | None = None
+        self,
+        vocab_size: int,
+        words: Sequence[Sequence[int]] = (),
+        matcher: Matcher | None = None,
+        ignored: Collection[int] = (),
     ) -> None:
         self._everything: Final = ((1 << vocab_size) - 1).to_bytes(
             4 * -(-vocab_size // 32), "little"
         )
         self._words: Final = [array("i", word) for word in words]
+        self._ignored: Final = ignored
         self.matcher: Final = matcher
 
     def mask(self, tokens: "array[int]") -> bytes | None:
         """The mask of the id behind `tokens`; None when every id may follow.
 
-        Words give way where they would leave nothing that the grammar allows.
+        Words, and then what is ignored, give way where they would leave nothing that the grammar
+        allows.
         """
         allowed = None if self.matcher is None else self.matcher.mask()
         last_ids = [
             word[-1] for word in self._words if tokens[-len(word) + 1 :] == word[: len(word) - 1]
         ]
-        if not last_ids:
-            return allowed
-        bits = bytearray(allowed or self._everything)
-        for token_id in last_ids:
-            bits[token_id >> 3] &= ~(1 << (token_id & 7))
-        return bytes(bits) if any(bits) else allowed
+        if last_ids:
+            allowed = _without(allowed or self._everything, last_ids) or allowed
+        if allowed is not None and self._ignored:
+            allowed = _without(allowed, self._ignored) or allowed
+        return allowed
 
     def advance(self, token_id: int) -> None:
         """Take the id that was sampled."""
         if self.matcher is not None and not self.matcher.is_over:
             self.matcher.advance(token_id)
+
+
+def _without(mask: bytes, token_ids: Collection[int]) -> bytes | None:
+    """The mask with these ids forbidden; None when that leaves none."""
+    bits = bytearray(mask)
+    for token_id in token_ids:
+        bits[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bytes(bits) if any(bits) else None

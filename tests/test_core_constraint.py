@@ -41,6 +41,33 @@ def test_a_word_gives_way_where_the_grammar_allows_nothing_else() -> None:
     assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {5}
 
 
+class Twofold:
+    """A grammar that allows id 5 and the end, 7, and from its second id on the end alone."""
+
+    is_over, error = False, ""
+
+    def __init__(self) -> None:
+        self.allowed = 1 << 5 | 1 << 7
+
+    def mask(self) -> bytes:
+        return self.allowed.to_bytes(12, "little")
+
+    def advance(self, token_id: int) -> None:
+        self.allowed = 1 << 7
+
+
+def test_an_end_that_is_ignored_waits_until_the_grammar_allows_nothing_else() -> None:
+    constraint = Constraint(VOCAB, [], Twofold(), ignored={7})
+    assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {5}
+    constraint.advance(5)
+    assert forbidden(constraint.mask(array("i", [1, 5]))) == set(range(VOCAB)) - {7}
+
+
+def test_a_forbidden_word_makes_way_for_the_end_of_a_grammar() -> None:
+    constraint = Constraint(VOCAB, [[1, 5]], Twofold(), ignored={7})
+    assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {7}
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [("", FinishReason.STOP), ("out of fuel", FinishReason.GRAMMAR)],
