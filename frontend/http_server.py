@@ -13,7 +13,8 @@ from typing import Final
 
 import uvicorn
 from starlette.routing import Router
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nvserve.frontend.errors import ApiError
 
@@ -45,6 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _rest_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _is_refused = False
+    _running: RequestResponseCycle | None = None  # `cycle` is the last one, perhaps behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         super().connection_made(transport)
@@ -55,6 +57,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm_rest_timer()
         super().connection_lost(exc)
         self._disarm_stall_timer()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

@@ -51,6 +51,19 @@ def test_a_hang_up_aborts(
     assert not core.running
 
 
+def test_a_hang_up_behind_a_pipelined_request_aborts_the_running_one(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    core.step_s = 0.01
+    connection = post(frontend, stream=False)
+    core.wait_until(lambda core: len(core.of_type(Submit)) == 1)
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    time.sleep(0.1)  # it is queued behind the first, and nothing tells
+    hang_up(connection, reset=True)
+    core.wait_until(lambda core: len(core.of_type(Abort)) == 1, LIMIT_S)
+    assert not core.running
+
+
 def test_a_hang_up_while_core_is_down_leaves_nothing_to_submit(frontend: FrontendProcess) -> None:
     assert frontend.core is not None
     frontend.core.is_silent = True

@@ -1,0 +1,196 @@
+"""Connections that send or take too slowly end in time, and cost the others nothing.
+
+In this process, with the limits made short; what a connection is asked is answered by a stand-in.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from starlette.routing import Route, Router
+
+from nvserve.frontend import http_server
+from nvserve.frontend.cors import Cors
+from nvserve.frontend.exchange import Exchange, Receive, Scope, Send
+from nvserve.frontend.http_server import Server
+
+NUM_SLOW = 500
+BIG = b"x" * (48 << 20)  # more than any kernel buffers
+SMALL = b"y" * (48 << 10)  # less than what makes a transport pause
+REQUEST = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
+MARGIN_S = 20.0  # for a loaded machine; an unlimited wait has no end at all
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_LIMIT_S", 1.0)
+    monkeypatch.setattr(http_server, "REST_LIMIT_S", 0.5)
+    monkeypatch.setattr(http_server, "STALL_LIMIT_S", 0.5)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
+
+
+class App:
+    """An answer of the size that the path names. (A plain function would be no ASGI app here.)"""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = {"/big": BIG, "/small": SMALL}.get(scope["path"], b"ok")
+        await Exchange(scope, receive, send, Cors([])).respond(body)
+
+
+def serve(ask: Callable[[int], Awaitable[None]]) -> None:
+    """Run this with the port of a server."""
+
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        server = Server(Router([Route("/{any}", App())]))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.is_serving.wait()
+        try:
+            async with asyncio.timeout(60):
+                await ask(listener.getsockname()[1])
+        finally:
+            server.force_exit = server.should_exit = True
+            await serving
+
+    uvloop.run(run())
+
+
+async def connect(port: int, receive_bytes: int = 0) -> socket.socket:
+    """A connection that reads only when told to."""
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    return connection
+
+
+async def read_to_end(connection: socket.socket) -> bytes:
+    answer = b""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(MARGIN_S):
+            while data := await loop.sock_recv(connection, 1 << 20):
+                answer += data
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return answer
+
+
+def test_five_hundred_slow_headers_end_in_time_and_stop_nobody() -> None:
+    async def ask(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        slow = [await connect(port) for _ in range(NUM_SLOW)]
+
+        async def drip(connection: socket.socket) -> bytes:
+            line = b"GET /x HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000
+            for byte in line:
+                try:
+                    await loop.sock_sendall(connection, bytes([byte]))
+                except OSError:
+                    break
+                await asyncio.sleep(0.25)
+            return await read_to_end(connection)
+
+        begun = time.monotonic()
+        dripping = asyncio.gather(*map(drip, slow))
+        others = 0
+        while not dripping.done():
+            good = await connect(port)
+            await loop.sock_sendall(good, REQUEST % b"x")
+            assert b" 200 " in await loop.sock_recv(good, 4096)
+            good.close()
+            others += 1
+            await asyncio.sleep(0.02)
+        answers = await dripping
+        assert time.monotonic() - begun < 1.0 + MARGIN_S
+        assert others > 5
+        assert all(not answer or answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+        assert sum(bool(answer) for answer in answers) > NUM_SLOW // 2
+
+    serve(ask)
+
+
+@pytest.mark.parametrize(
+    ("path", "closing"),
+    [(b"big", b""), (b"small", b""), (b"big", b"connection: close\r\n")],
+    ids=["big", "small", "big and last"],
+)
+def test_a_reader_that_takes_nothing_is_cut(path: bytes, closing: bytes) -> None:
+    """`small` fits the kernel's buffers only in part, and pauses no transport."""
+
+    async def ask(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        connection = await connect(port, receive_bytes=2048)
+        request = (REQUEST % path).replace(b"\r\n\r\n", b"\r\n" + closing + b"\r\n")
+        for _ in range(1 if closing else 200):  # until the kernel takes no more
+            await loop.sock_sendall(connection, request)
+        await until_closed(port, connection)
+        connection.close()
+
+    serve(ask)
+
+
+async def until_closed(port: int, connection: socket.socket) -> None:
+    """Until the server's end of a connection is gone: nothing of it is in the kernel's table."""
+    mine = f"{connection.getsockname()[1]:04X}"
+
+    def is_open() -> bool:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return any(
+            row[1].endswith(f":{port:04X}") and row[2].endswith(f":{mine}") and row[3] == "01"
+            for row in rows
+        )
+
+    assert is_open()
+    async with asyncio.timeout(MARGIN_S):
+        while is_open():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [b"\r\n", b"GET /x HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\nhello"],
+    ids=["blank", "unread body"],
+)
+def test_bytes_that_begin_no_request_keep_no_connection(behind: bytes) -> None:
+    async def ask(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        connection = await connect(port)
+        await loop.sock_sendall(connection, REQUEST % b"x")
+        assert b" 200 " in await loop.sock_recv(connection, 4096)
+        await loop.sock_sendall(connection, behind)
+
+        async def drip() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                await loop.sock_sendall(connection, behind[-1:])
+
+        dripping = asyncio.create_task(drip())
+        assert len(await read_to_end(connection)) < 1000
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+
+    serve(ask)
+
+
+def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
+    async def ask(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        connection = await connect(port, receive_bytes=1 << 20)
+        await loop.sock_sendall(connection, REQUEST % b"big")
+        num_bytes, begun = 0, time.monotonic()
+        while num_bytes < len(BIG):
+            data = await loop.sock_recv(connection, 1 << 20)
+            assert data, f"cut after {num_bytes} bytes"
+            num_bytes += len(data)
+            if time.monotonic() - begun < 1.0:  # twice the limit of one that takes nothing
+                await asyncio.sleep(0.05)
+        connection.close()
+
+    serve(ask)
