@@ -98,9 +98,9 @@ class Admission:
         words = [word for word in sampling.bad_words if len(word) > 1]
         if not words and matcher is None:
             return None
-        # An end-of-sequence id ends a grammar, whoever ignores it in the text.
-        is_ignored = sampling.ignore_eos and matcher is not None
-        ignored = self._limits.eos_token_ids if is_ignored else frozenset()
+        ignored: frozenset[int] = frozenset()
+        if sampling.ignore_eos and matcher is not None:  # or it would end the grammar all the same
+            ignored = self._limits.eos_token_ids.difference(sampling.stop_token_ids)
         return Constraint(self._limits.vocab_size, words, matcher, ignored)
 
     def _check_ranges(self, submit: Submit, matcher: Matcher | None) -> None:

@@ -92,7 +92,8 @@ def reference(submit: Submit, limits: Limits) -> tuple[list[int], FinishReason]:
     def is_allowed(token: int) -> bool:
         if completes_a_word(sampling.bad_words, tokens + output, token):
             return False
-        return grammar is None or grammar.allows(token)
+        is_ignored = sampling.ignore_eos and token in limits.eos_token_ids - stop_ids
+        return grammar is None or (grammar.allows(token) and not is_ignored)
 
     while len(output) < max_output:
         output.append(next_token(tokens + output, submit.seed, limits.vocab_size, is_allowed))
