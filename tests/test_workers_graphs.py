@@ -5,7 +5,13 @@ from typing import Any, cast
 
 import torch
 
-from nvserve.workers.graphs import DecodeGraphs, GraphPool, bucket_sizes
+from nvserve.workers.graphs import (
+    CAPTURE_EVERY_STEPS,
+    DecodeGraphs,
+    GraphPool,
+    Pace,
+    bucket_sizes,
+)
 
 
 class Recorded:
@@ -108,3 +114,15 @@ def test_no_bucket_serves_more_rows_than_the_largest() -> None:
     graphs.capture_next()
     graphs.capture_for(9)
     assert graphs.step(9) is None
+
+
+def test_ranks_of_a_group_pace_their_captures_by_steps_alone() -> None:
+    paces = [Pace(is_in_step=True) for _ in range(2)]
+    due: list[list[int]] = [[], []]
+    for rank, pace in enumerate(paces):
+        for step in range(3 * CAPTURE_EVERY_STEPS):
+            pace.begin_step()
+            if pace.is_due:
+                due[rank].append(step)
+                pace.note_capture()
+    assert due[0] == due[1] == [0, CAPTURE_EVERY_STEPS, 2 * CAPTURE_EVERY_STEPS]

@@ -30,7 +30,7 @@ from nvserve.workers.kv_cache import (
 from nvserve.workers.models.config import DecoderConfig, check_parallel
 from nvserve.workers.models.decoder import Decoder
 from nvserve.workers.models.registry import read_config
-from nvserve.workers.parallel import DEFAULT_LIMIT_S, TensorParallel
+from nvserve.workers.parallel import DEFAULT_LIMIT_S, POLL_S, TensorParallel
 from nvserve.workers.pending_step import PendingStep
 from nvserve.workers.runner import Runner
 from nvserve.workers.staging import Staging
@@ -64,6 +64,7 @@ class TorchEngine:
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
         self._page.beat(Phase.LOADING if self._model is None else Phase.REBUILDING)
+        self._settle(wait)
         began = time.monotonic()
         model = self._load(start, report)
         loaded = time.monotonic()
@@ -79,7 +80,9 @@ class TorchEngine:
             self._is_warm = True
         warm = time.monotonic()
         if self._wants_graphs(runner):
-            runner.use_graphs(self._config.max_num_seqs)
+            # All ranks alike, newcomers too: after the start those wanted come with their steps.
+            are_all_wanted = self._parallel.size > 1 and start.epoch == 0
+            runner.use_graphs(self._config.max_num_seqs, are_all_wanted=are_all_wanted)
         phases = {
             "weights": loaded - began,
             "group": joined - loaded,
@@ -108,14 +111,22 @@ class TorchEngine:
     def end(self) -> None:
         self._parallel.leave()
 
-    def _wants_graphs(self, runner: Runner) -> bool:
-        """One rank only: a rank captures when it has a moment, and collectives are entered in step.
+    def _settle(self, wait: Wait) -> None:
+        """The epoch before is over on the device as well: its steps end, its graphs go."""
+        if self._runner is None or self._runner.model.device.type != "cuda":
+            return
+        ended = torch.cuda.Event()
+        ended.record()
+        while not ended.query():  # the group is gone, so nothing waits for a dead peer
+            wait(POLL_S)
+        if self._parallel.size > 1:
+            self._runner.drop_graphs()
 
-        Graphs of an earlier epoch still serve.
-        """
+    def _wants_graphs(self, runner: Runner) -> bool:
+        """Not yet made, and possible: gloo's collectives cannot be captured."""
         if self._config.enforce_eager or runner.model.device.type != "cuda":
             return False
-        return self._parallel.size == 1 and runner.graphs is None
+        return self._parallel.can_be_captured and runner.graphs is None
 
     def _load(self, start: StartEpoch, report: Report) -> Decoder:
         """The model of this rank; loaded already unless the rank is new to this process."""

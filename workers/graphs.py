@@ -5,7 +5,8 @@ one of the forward pass alone, behind which it samples eagerly. Rows behind the 
 the scratch slot, so a bucket may be wider than the list.
 
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
-none, now and then the one that a step lacks most.
+none, now and then the one that a step lacks most. Ranks of a group capture in step, since each
+enters the collectives of the pass before: never in idle moments, and by the count of steps.
 
 Knows rows and replay; what a step computes it is given as functions.
 """
@@ -21,7 +22,9 @@ import torch
 # Batches up to this size have buckets this far apart; wider ones cost more padding and less memory.
 _STEPS: Final = ((4, 1), (16, 4), (256, 8), (1024, 32))
 
-CAPTURE_EVERY_S: Final = 0.5  # between two captures under load: each delays a step
+# Between two captures under load, each of which delays a step.
+CAPTURE_EVERY_S: Final = 0.5
+CAPTURE_EVERY_STEPS: Final = 32
 # Under load a bucket is worth its capture where the one at hand is wider by so much.
 WORTH_WIDTH: Final = 1.125
 
@@ -53,19 +56,41 @@ class _Captured:
     positions: torch.Tensor | None = None  # [bucket] int64, of the new tokens
 
 
+class Pace:
+    """When another capture is due: after some time, or after some steps of all ranks."""
+
+    def __init__(self, *, is_in_step: bool) -> None:
+        self._is_in_step: Final = is_in_step
+        self._num_steps = 0
+        self._last_s = 0.0  # monotonic, of the last capture, ...
+        self._last_step = -CAPTURE_EVERY_STEPS  # ... and its step
+
+    def begin_step(self) -> None:
+        self._num_steps += 1
+
+    def note_capture(self) -> None:
+        self._last_s, self._last_step = time.monotonic(), self._num_steps
+
+    @property
+    def is_due(self) -> bool:
+        if self._is_in_step:
+            return self._num_steps - self._last_step >= CAPTURE_EVERY_STEPS
+        return time.monotonic() - self._last_s > CAPTURE_EVERY_S
+
+
 class GraphPool:
     """Captures graphs of one runner, which share their memory: one replays at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pace: Pace) -> None:
         self._device: Final = device
+        self._pace: Final = pace
         self._pool: Final = torch.cuda.graph_pool_handle()
         self._stream: Final = torch.cuda.Stream(device)
-        self._last_s = 0.0  # monotonic, of the last capture
 
     @property
     def is_due(self) -> bool:
         """Was the last capture long enough ago for another one under load?"""
-        return time.monotonic() - self._last_s > CAPTURE_EVERY_S
+        return self._pace.is_due
 
     def capture(self, function: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """A graph of function(), and what it returned: memory that each replay writes.
@@ -87,7 +112,7 @@ class GraphPool:
         finally:
             if was_collecting:
                 gc.enable()
-        self._last_s = time.monotonic()
+        self._pace.note_capture()
         return graph, result
 
 

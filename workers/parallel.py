@@ -7,10 +7,12 @@ R rows of the step, V vocabulary columns of one rank.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import torch
@@ -20,7 +22,8 @@ from nvserve.protocol.progress import ProgressPage
 from nvserve.workers.step_result import PeerLost, Wait
 
 DEFAULT_LIMIT_S: Final = 20.0  # of a collective, and of connecting once all have shown up
-POLL_S: Final = 0.01  # between two looks at who has shown up
+ABORT_LIMIT_S: Final = 10.0  # of NCCL's abort, which took 0.9 s with a dead peer
+POLL_S: Final = 0.01  # between two looks at what is awaited
 
 _ENVIRONMENT: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -85,10 +88,31 @@ class TensorParallel:
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
 
+    @property
+    def can_be_captured(self) -> bool:
+        """A CUDA graph may hold this group's collectives."""
+        return self.size == 1 or self._is_nccl
+
     def leave(self) -> None:
-        """Drop the group, if any; with gloo this frees the peers that wait in a collective."""
-        if dist.is_initialized():
+        """Drop the group, if any.
+
+        With gloo this frees the peers that wait in a collective; with NCCL it frees our own device,
+        whose kernels may wait for a dead peer. PeerLost when they cannot be freed.
+        """
+        if not dist.is_initialized():
+            return
+        if not self._is_nccl:
             dist.destroy_process_group()
+            return
+        abort = Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+        abort.start()
+        deadline = time.monotonic() + ABORT_LIMIT_S
+        while abort.is_alive():
+            if time.monotonic() > deadline:
+                raise PeerLost(f"rank {self.rank}: NCCL did not abort in {ABORT_LIMIT_S:g} s")
+            if self._page is not None:
+                self._page.beat()
+            abort.join(POLL_S)
 
     # -- exchanges -----------------------------------------------------------------------------
 

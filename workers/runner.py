@@ -18,7 +18,7 @@ from nvserve.kernels.dispatch import HAS_TRITON
 from nvserve.protocol.messages import Chunks, SchedulerOutput
 from nvserve.protocol.progress import BEAT_S, Phase, ProgressPage
 from nvserve.workers.batch import Batch, ChunkColumns, join_inputs
-from nvserve.workers.graphs import DecodeGraphs, GraphPool
+from nvserve.workers.graphs import DecodeGraphs, GraphPool, Pace
 from nvserve.workers.kv_cache import KvCache
 from nvserve.workers.mixed_graphs import MixedGraphs
 from nvserve.workers.models.decoder import Decoder
@@ -56,24 +56,35 @@ class Runner:
         self._scorer = PromptScorer(model, parallel, batch.sampling)
         self.graphs: DecodeGraphs | None = None  # steps run eager without
         self._mixed_graphs: MixedGraphs | None = None
+        self._is_in_step: Final = parallel.size > 1  # captures: see graphs.py
+        self._pace = Pace(is_in_step=self._is_in_step)
         self._stopwatch: Stopwatch | None = None  # of the last step launched
         self.full_tail: Thread | None = None  # compiles it; a step that needs it waits
 
     @torch.inference_mode()
-    def use_graphs(self, max_rows: int) -> None:
-        """Replay decode steps of up to max_rows from now on; the largest bucket is captured now."""
-        pool = GraphPool(self.model.device)
+    def use_graphs(self, max_rows: int, *, are_all_wanted: bool = False) -> None:
+        """Replay decode steps of up to max_rows from now on.
+
+        The largest bucket is captured now, or all of them.
+        """
+        self._pace = Pace(is_in_step=self._is_in_step)
+        pool = GraphPool(self.model.device, self._pace)
         rows = self.batch.rows
         self.graphs = DecodeGraphs(pool, self.plain_step, self.decode_forward, rows, max_rows)
         self._mixed_graphs = MixedGraphs(
             pool, self.mixed_step, self.mixed_forward, self.batch, self._staging
         )
-        self.graphs.capture_next()
+        while self.graphs.capture_next() and are_all_wanted:
+            self._beat(Phase.LOADING)
+
+    def drop_graphs(self) -> None:
+        """Graphs hold the collectives of a group, and go with it."""
+        self.graphs = self._mixed_graphs = None
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, while no step is in flight; True while more are missing."""
-        if self.graphs is None or self._mixed_graphs is None:
+        if self.graphs is None or self._mixed_graphs is None or self._is_in_step:
             return False
         return self.graphs.capture_next() or self._mixed_graphs.capture_next()
 
@@ -89,6 +100,7 @@ class Runner:
         BadStep when the message cannot be; PeerLost when the group broke.
         """
         stopwatch = self._stopwatch = Stopwatch(self.model.device, self._stopwatch)
+        self._pace.begin_step()
         self._staging.begin()
         self.batch.apply(step)
         self._scorer.forget(step.freed or [])
