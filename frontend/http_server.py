@@ -24,6 +24,8 @@ HEADER_LIMIT_S: Final = 15.0  # from the connection's start, or a request's firs
 KEEP_ALIVE_S: Final = 75
 REST_LIMIT_S: Final = 60.0  # for the rest of a body that nobody reads
 STALL_LIMIT_S: Final = 30.0  # for a reader to take what waits for it
+PROBE_S: Final = 0.3  # between looks at a connection that is not read
+ESTABLISHED: Final = b"\x01"  # the first byte of TCP_INFO while neither side has closed
 
 _REASONS: Final = {
     400: b"Bad Request",
@@ -45,6 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _header_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _probe_timer: asyncio.TimerHandle | None = None
     _is_refused = False
     _running: RequestResponseCycle | None = None  # `cycle` is the last one, perhaps behind it
 
@@ -95,6 +98,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._disarm_header_timer()
         super().on_headers_complete()
+        if self.pipeline and self._probe_timer is None:  # uvicorn stops reading here
+            self._probe()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -144,6 +149,17 @@ class BoundedProtocol(HttpToolsProtocol):
             )
         self.transport.close()
         self._arm_stall_timer()
+
+    def _probe(self) -> None:
+        """Look for a hang-up that nobody would read while a request waits behind another."""
+        self._probe_timer = None
+        if self.transport.is_closing() or not self.pipeline:
+            return
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != ESTABLISHED:
+            self.transport.abort()
+        else:
+            self._probe_timer = self.loop.call_later(PROBE_S, self._probe)
 
     def _arm_header_timer(self) -> None:
         if self._header_timer is None:

@@ -60,7 +60,7 @@ def test_a_hang_up_behind_a_pipelined_request_aborts_the_running_one(
     connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     time.sleep(0.1)  # it is queued behind the first, and nothing tells
     hang_up(connection, reset=True)
-    core.wait_until(lambda core: len(core.of_type(Abort)) == 1, LIMIT_S)
+    core.wait_until(lambda core: len(core.of_type(Abort)) == 1, LIMIT_S + 1.0)
     assert not core.running
 
 
