@@ -13,9 +13,17 @@ from nvserve.core import logprobs
 from nvserve.core.emission import Emission
 from nvserve.core.errors import RequestRefused
 from nvserve.core.request import Request
-from nvserve.protocol.messages import Accepted, Emits, FinishReason, Logprobs, Refused, Submit
+from nvserve.protocol.messages import (
+    Accepted,
+    Emits,
+    FinishReason,
+    Logprobs,
+    Refused,
+    Strikes,
+    Submit,
+)
 
-Reply = Accepted | Refused | Emits
+Reply = Accepted | Refused | Emits | Strikes
 
 
 class Replies:
@@ -64,6 +72,13 @@ class Replies:
                 emission.message(core_life=self._core_life, frontend_life=self._frontend_life)
             )
 
+    def strike(self, requests: list[Request]) -> None:
+        """Their counts of crashed steps, for the journal."""
+        if requests:
+            request_ids = [request.request_id for request in requests]
+            counts = [request.strikes for request in requests]
+            self._queue.append(Strikes(self._core_life, self._frontend_life, request_ids, counts))
+
     # -- out
 
     def flush(self, send: Callable[[Reply], bool]) -> bool:
@@ -78,10 +93,12 @@ class Replies:
         return True
 
     def _merge(self) -> None:
-        """One Accepted, then the refusals, then one Emits.
+        """One Accepted, then the refusals, then one Emits, then one Strikes.
 
-        Only the order within a request matters: its Accepted before its emits, these by index.
+        Only the order within a request matters: its Accepted before its emits, these by index, and
+        its last strikes after them.
         """
+        strikes: dict[int, int] = {}
         accepted: list[int] = []
         refused: list[Refused] = []
         emits: list[Emits] = []
@@ -93,12 +110,17 @@ class Replies:
                     refused.append(reply)
                 case Emits():
                     emits.append(reply)
+                case Strikes():
+                    strikes |= zip(reply.request_ids, reply.counts, strict=True)
         self._queue.clear()
         if accepted:
             self._queue.append(Accepted(self._core_life, self._frontend_life, accepted))
         self._queue.extend(refused)
         if emits:
             self._queue.append(emits[0] if len(emits) == 1 else merge_emits(emits))
+        if strikes:
+            lives = (self._core_life, self._frontend_life)
+            self._queue.append(Strikes(*lives, list(strikes), list(strikes.values())))
 
 
 @dataclass(slots=True)

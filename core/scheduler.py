@@ -205,9 +205,11 @@ class Scheduler:
 
     def _accuse(self, requests: list[Request]) -> None:
         """Suspect those who go on, and fail the one that has crashed alone."""
-        condemned = self.suspects.accuse([one for one in requests if not one.is_finished])
+        accused = [one for one in requests if not one.is_finished]
+        condemned = self.suspects.accuse(accused)
         if condemned is not None:
             self._end(condemned, FinishReason.ENGINE_FAULT)
+        self._replies.strike([one for one in accused if one is not condemned])
 
     def _commit(self, step: Step) -> None:
         """Make computed blocks findable, hand out tokens, finish who is done."""
@@ -221,9 +223,9 @@ class Scheduler:
         self.counters.generated_tokens += len(emission.token_ids)
         for index, reason in emission.finished:
             self._finish(emission.requests[index], reason)
-        if len(self.suspects):
-            self.suspects.absolve()
         self._replies.emit(emission)
+        if len(self.suspects):
+            self._replies.strike(self.suspects.absolve())
 
     @property
     def is_idle(self) -> bool:

@@ -2,7 +2,8 @@
 
 Requests of a failed step become suspects. They return in halves, with nobody else in the step, and
 each crash halves again; a suspect that crashes a step alone is condemned. The number of strikes is
-the only memory, so that a search survives the core that began it. Decides; preempts nobody.
+the only memory: the frontend keeps it, so that a search survives the core that began it. Decides;
+preempts nobody.
 """
 
 from typing import Final
@@ -40,12 +41,19 @@ class Suspects:
             self.add(request)
         return condemned
 
-    def absolve(self) -> None:
-        """Clear those on trial that ended or came far enough; called after each commit."""
+    def absolve(self) -> list[Request]:
+        """Clear those on trial that ended or came far enough, and return those that go on.
+
+        Called after each commit.
+        """
+        cleared = []
         for request in list(self._trial.values()):
             if request.is_finished or len(request.tokens) >= request.clear_at:
                 request.strikes = 0
                 self.forget(request)
+                if not request.is_finished:
+                    cleared.append(request)
+        return cleared
 
     def forget(self, request: Request) -> None:
         self._suspects.pop(request.request_id, None)

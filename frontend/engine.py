@@ -35,6 +35,7 @@ from nvserve.protocol.messages import (
     Logprobs,
     RefusalKind,
     Refused,
+    Strikes,
     ToFrontend,
     make_request_id,
     unpack_ids,
@@ -315,6 +316,9 @@ class Engine:
                 self._on_accepted(message)
             case Refused():
                 self._on_refused(message)
+            case Strikes():
+                for request_id, count in zip(message.request_ids, message.counts, strict=True):
+                    self.journal.strike(request_id, count)
             case CoreStats():
                 self.stats = message
                 if message.request_ids is not None:

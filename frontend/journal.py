@@ -33,7 +33,7 @@ class Entry:
     deadline: float  # UNIX seconds, 0 = none
     priority: int = 0
     salt: str = ""
-    strikes: int = 0
+    strikes: int = 0  # core's own count, kept for its next life
     emitted: "array[int]" = field(default_factory=lambda: array("i"))
     standing: Standing = Standing.QUEUED
     was_accepted: bool = False
@@ -93,6 +93,12 @@ class Journal:
             entry.was_accepted = True
             self.num_unanswered -= 1
         return entry
+
+    def strike(self, request_id: int, strikes: int) -> None:
+        """Core says how often the request was part of a crashed step; it may have ended."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.strikes = strikes
 
     def append(
         self, request_id: int, first: int, tokens: Sequence[int], finish: FinishReason

@@ -2,8 +2,10 @@
 
 Every request that core held when it crashed is suspected. They return in halves, with nobody else
 in core, and each crash halves again; one that was there alone fails. Pure: decides; sends nothing.
+Its counts are no business of core, which searches for what kills workers by counts of its own.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 from nvserve.frontend.journal import Entry, Journal
@@ -12,11 +14,19 @@ TOKENS_BEYOND: Final = 2  # past the crash position before a suspect is innocent
 MAX_TOKENS_LOST: Final = 2  # computed before the crash, and never heard of
 
 
+@dataclass(slots=True)
+class Suspicion:
+    """Against one entry: core's crashes it was there at, and the number of ids that clear it."""
+
+    num_crashes: int
+    innocent_at: int
+
+
 class Quarantine:
-    """Suspected entries, each with the number of ids at which it is innocent, and the trial."""
+    """Suspected entries and those of them on trial."""
 
     def __init__(self) -> None:
-        self._suspects: Final[dict[Entry, int]] = {}
+        self._suspects: Final[dict[Entry, Suspicion]] = {}
         self._trial: Final[set[Entry]] = set()
 
     def __len__(self) -> int:
@@ -27,8 +37,10 @@ class Quarantine:
         self._trial.clear()
         is_found = len(held) == 1 and held[0] in self._suspects
         for entry in held:
-            entry.strikes += 1
-            self._suspects[entry] = len(entry.emitted) + MAX_TOKENS_LOST + TOKENS_BEYOND
+            known = self._suspects.get(entry)
+            num_crashes = 1 if known is None else known.num_crashes + 1
+            innocent_at = len(entry.emitted) + MAX_TOKENS_LOST + TOKENS_BEYOND
+            self._suspects[entry] = Suspicion(num_crashes, innocent_at)
         return held[0] if is_found else None
 
     def admits(self, entry: Entry) -> bool:
@@ -36,21 +48,20 @@ class Quarantine:
         return not self._suspects or entry in self._trial
 
     def open_trial(self) -> None:
-        """Put the next group on trial when none is: half of those with most strikes."""
+        """Put the next group on trial when none is: half of those with most crashes."""
         if self._trial or not self._suspects:
             return
-        most = max(entry.strikes for entry in self._suspects)
-        group = [entry for entry in self._suspects if entry.strikes == most]
+        most = max(known.num_crashes for known in self._suspects.values())
+        group = [entry for entry, known in self._suspects.items() if known.num_crashes == most]
         group.sort(key=lambda entry: (entry.priority, entry.arrival, entry.request_id))
         self._trial.update(group[: (len(group) + 1) // 2])
 
     def absolve(self, journal: Journal) -> bool:
         """Clear those that ended or came far enough in core; True when a trial is over by that."""
         was_on = bool(self._trial)
-        for entry, innocent_at in list(self._suspects.items()):
-            is_innocent = entry in self._trial and len(entry.emitted) >= innocent_at
+        for entry, known in list(self._suspects.items()):
+            is_innocent = entry in self._trial and len(entry.emitted) >= known.innocent_at
             if is_innocent or journal.get(entry.request_id) is not entry:
-                entry.strikes = 0
                 del self._suspects[entry]
                 self._trial.discard(entry)
         return not self._suspects or (was_on and not self._trial)

@@ -3,7 +3,8 @@
 | direction        | messages                                      | PULL bound by (channel.py) |
 |------------------|-----------------------------------------------|----------------------------|
 | frontend -> core | Hello, Submit, Abort, Finish                  | core                       |
-| core -> frontend | Hello, Accepted, Refused, Emits, CoreStats    | frontend                   |
+| core -> frontend | Hello, Accepted, Refused, Emits, CoreStats,   | frontend                   |
+|                  | Strikes                                       |                            |
 | core -> worker   | Hello, SchedulerOutput                        | the worker                 |
 | worker -> core   | Hello, ModelOutput, StepDone, StepFailed, Gap | core                       |
 
@@ -106,7 +107,7 @@ class Submit(Message, frozen=True):
     arrival: float  # UNIX seconds; kept by a replay
     deadline: float = 0.0  # UNIX seconds, 0 = none
     priority: int = 0  # lower runs first
-    strikes: int = 0  # crashed steps this request was part of
+    strikes: int = 0  # crashed steps this request was part of, as core told in Strikes
     is_replay: bool = False  # a replay is never refused for load
     salt: str = ""  # extra key of the prefix cache
 
@@ -194,6 +195,21 @@ class Emits(Message, frozen=True):
             cached=len(self.cached),
         )
         _require_ids("tokens", self.tokens, sum(self.counts))
+
+
+class Strikes(Message, frozen=True):
+    """How many crashed steps these requests were part of, 0 = cleared; follows what they emitted.
+
+    The frontend sends it back with a replay, so that a search outlives the core that began it.
+    """
+
+    core_life: int
+    frontend_life: int
+    request_ids: list[int]
+    counts: list[int]
+
+    def __post_init__(self) -> None:
+        _require_lengths(len(self.request_ids), counts=len(self.counts))
 
 
 class CoreStats(Message, frozen=True):
@@ -358,7 +374,7 @@ class Gap(Message, frozen=True):
 
 
 ToCore = Hello | Submit | Abort | Finish
-ToFrontend = Hello | Accepted | Refused | Emits | CoreStats
+ToFrontend = Hello | Accepted | Refused | Emits | CoreStats | Strikes
 ToWorker = Hello | SchedulerOutput
 FromWorker = Hello | ModelOutput | StepDone | StepFailed | Gap
 

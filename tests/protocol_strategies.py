@@ -23,6 +23,7 @@ from nvserve.protocol.messages import (
     SchedulerOutput,
     StepDone,
     StepFailed,
+    Strikes,
     Submit,
     TableChanges,
     pack_ids,
@@ -142,6 +143,9 @@ TO_FRONTEND: st.SearchStrategy[Message] = st.one_of(
         retry_after_s=TIME,
     ),
     emits(),
+    st.lists(st.tuples(REQUEST_ID, NATURAL), max_size=5).map(
+        lambda pairs: Strikes(0, 0, [i for i, _ in pairs], [count for _, count in pairs])
+    ),
     st.builds(
         CoreStats,
         **{

@@ -1,6 +1,7 @@
 """What core tells the frontend survives a full socket: nothing lost, order kept, merged."""
 
 from model_check.cases import make_world
+from model_check.world import CORE_LIFE, FRONTEND_LIFE
 
 from nvserve.core.errors import RequestRefused
 from nvserve.core.replies import Replies, Reply, merge_emits
@@ -11,6 +12,7 @@ from nvserve.protocol.messages import (
     Logprobs,
     RefusalKind,
     Refused,
+    Strikes,
     Submit,
     pack_ids,
     unpack_ids,
@@ -122,3 +124,22 @@ def test_a_new_frontend_life_gets_nothing_of_the_old_one() -> None:
     replies.accept(1)
     replies.restart(3)
     assert len(replies) == 0
+
+
+def test_strikes_follow_the_emits_they_speak_of_and_only_the_last_count() -> None:
+    world = make_world(max_num_seqs=4)
+    ids = [world.submit([k, 3], max_tokens=30, ignore_eos=True) for k in range(4)]
+    world.is_frontend_blocked = True
+    world.step()
+    for _ in range(2):
+        world.send()
+        world.fail_step()
+    sent: list[Reply] = []
+
+    def send(reply: Reply) -> bool:
+        sent.append(reply)
+        return True
+
+    world.replies.flush(send)
+    assert [type(reply) for reply in sent] == [Emits, Strikes]
+    assert sent[1] == Strikes(CORE_LIFE, FRONTEND_LIFE, ids, [2, 2, 1, 1])

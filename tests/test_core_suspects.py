@@ -8,8 +8,13 @@ from nvserve.core.request import Phase
 from nvserve.protocol.messages import FinishReason, StepFailed
 
 
-def run_with_poison(world: World, poison: set[int], *, num_output: int) -> int:
-    """Steps with a poison request that has so many tokens fail; returns how many failed."""
+def run_with_poison(
+    world: World, poison: set[int], *, num_output: int, core_deaths: frozenset[int] = frozenset()
+) -> int:
+    """Steps with a poison request that has so many tokens fail; returns how many failed.
+
+    After the failures of these numbers core is killed as well.
+    """
     num_failed = 0
     for _ in range(3_000):
         if not world.scheduler.requests:
@@ -27,6 +32,8 @@ def run_with_poison(world: World, poison: set[int], *, num_output: int) -> int:
         if is_fatal:
             num_failed += 1
             world.fail_step()
+            if num_failed in core_deaths:
+                world.restart_core()
             continue
         world.work()
         world.deliver()
@@ -44,6 +51,33 @@ def test_a_poison_request_fails_alone_and_the_others_finish(num_output: int, pla
     others = [k for k in ids if k != ids[place]]
     assert all(world.outcome(k) == world.expected(k) for k in others)
     assert num_failed <= 7  # halves: the log of 16, and the last one once more
+
+
+@pytest.mark.parametrize("core_deaths", [{1}, {2, 4}, {1, 2, 3, 4, 5, 6, 7}])
+@pytest.mark.parametrize("num_output", [0, 3])
+def test_a_search_outlives_core(core_deaths: set[int], num_output: int) -> None:
+    world = make_world(max_num_seqs=16, num_blocks=200, max_num_batched_tokens=64)
+    ids = [world.submit([k] * 5, max_tokens=12, ignore_eos=True) for k in range(16)]
+    num_failed = run_with_poison(
+        world, {ids[9]}, num_output=num_output, core_deaths=frozenset(core_deaths)
+    )
+    assert world.outcome(ids[9])[1] is FinishReason.ENGINE_FAULT
+    assert all(world.outcome(k) == world.expected(k) for k in ids if k != ids[9])
+    assert num_failed <= 7  # no more than without these deaths
+
+
+def test_the_frontend_is_told_who_is_suspected_and_who_is_cleared() -> None:
+    world = make_world(max_num_seqs=8, num_blocks=200, max_num_batched_tokens=64)
+    ids = [world.submit([k] * 5, max_tokens=12, ignore_eos=True) for k in range(4)]
+    world.step()
+    world.send()
+    world.fail_step()
+    assert [world.entry(k).strikes for k in ids] == [1, 1, 1, 1]
+    while len(world.scheduler.suspects) > 2:
+        world.step()
+    assert [world.entry(k).strikes for k in ids] == [0, 0, 1, 1]
+    world.run()
+    assert all(world.outcome(k) == world.expected(k) for k in ids)
 
 
 def test_two_poison_requests_are_both_found() -> None:

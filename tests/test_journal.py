@@ -144,3 +144,13 @@ def test_unanswered_requests_are_counted_through_every_end() -> None:
     journal.close(2)
     assert journal.num_unanswered == 1
     assert journal.close(2) is None
+
+
+def test_strikes_that_core_told_travel_with_the_replay() -> None:
+    journal = accepted(1)
+    journal.strike(1, 2)
+    journal.strike(9, 1)  # it has ended meanwhile
+    [entry] = journal.requeue_all()
+    assert entry.submit(0, 1).strikes == 2
+    journal.strike(1, 0)
+    assert entry.submit(0, 1).strikes == 0

@@ -50,7 +50,6 @@ def test_the_poisonous_requests_fail_alone_and_everybody_else_goes_on(seed: int)
         if not len(quarantine):
             break
     assert failed == poison
-    assert all(entry.strikes == 0 for entry in journal)
     assert num_crashes <= 2 + len(poison) * 2 * count.bit_length()
 
 

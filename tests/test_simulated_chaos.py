@@ -12,6 +12,7 @@ from simulation.cluster import CORE_POISON, Cluster
 from simulation.frontend import Client
 from simulation.workers import MODEL_VOCABULARY, POISON
 
+from nvserve.core.limits import Limits
 from nvserve.protocol.control import Role
 from nvserve.protocol.messages import FinishReason
 from nvserve.protocol.sampling import SamplingParams
@@ -20,6 +21,9 @@ LIMIT_S = 400.0  # of virtual time, after which something hangs
 LIMITS = make_limits(vocab_size=100, max_num_seqs=4, eos_token_ids=frozenset())
 MESSAGES = ("SchedulerOutput", "ModelOutput", "StepDone", "Submit", "Accepted", "Emits", "Abort")
 SEEDS = 120
+LOOK_S = 0.05
+WIDE_LIMITS = make_limits(vocab_size=100, max_num_seqs=16, eos_token_ids=frozenset())
+MAX_CRASHES = 6  # of 16 suspects, 8, 4, 2, and one twice
 
 
 def expected(client: Client) -> list[int]:
@@ -32,9 +36,10 @@ def expected(client: Client) -> list[int]:
 class Schedule:
     """Requests and faults drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, limits: Limits = LIMITS, num_blocks: int = 40) -> None:
         self.chance = random.Random(seed)
-        self.cluster = Cluster(seed, LIMITS, tp_size=self.chance.choice([1, 2, 2, 3]))
+        tp_size = self.chance.choice([1, 2, 2, 3])
+        self.cluster = Cluster(seed, limits, tp_size=tp_size, num_blocks=num_blocks)
         self.poisonous: list[Client] = []
         self.num_blamed = 0  # faults that look like a request's own
         self.told: list[str] = []
@@ -92,6 +97,12 @@ class Schedule:
 
     def kill_core(self) -> None:
         self.kill(Role.CORE)
+
+    def kill_core_outright(self) -> None:
+        """From outside, whatever the seed says."""
+        core = self.cluster.find(Role.CORE)
+        if core is not None:
+            self.cluster.kill(core)
 
     def kill_spare(self) -> None:
         self.kill(Role.WORKER)
@@ -163,6 +174,32 @@ class Schedule:
                 continue
             assert client not in self.poisonous, f"{client}\n{story}"
             assert client.ids == expected(client), f"{client}\n{story}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_for_what_kills_workers_outlives_core(seed: int) -> None:
+    """Core is killed after some of the crashes of workers, in the recovery or soon after it."""
+    schedule = Schedule(seed, WIDE_LIMITS, num_blocks=100)
+    cluster, chance = schedule.cluster, schedule.chance
+    schedule.run(0)
+    others = [schedule.draw_client() for _ in range(15)]
+    poison = schedule.draw_client(poison=POISON)
+    schedule.poisonous.append(poison)
+    for client in chance.sample([*others, poison], 16):
+        cluster.submit(client)
+    deadly = chance.choice([(1, 3), (2, 4), (3, 5)])  # no rung of the ladder is met too often
+    begun = cluster.clock.now
+    num_seen = 0
+    for tick in range(round(LIMIT_S / LOOK_S)):
+        cluster.run(begun + tick * LOOK_S)
+        num_crashes = sum(note.endswith(" crashed") for note in cluster.notes)
+        if num_crashes > num_seen and num_crashes in deadly:
+            cluster.clock.after(chance.uniform(0.0, 0.3), schedule.kill_core_outright)
+        num_seen = num_crashes
+    schedule.judge()
+    assert poison.finishes == [FinishReason.ENGINE_FAULT], cluster.notes
+    assert all(client.ids == expected(client) for client in others)
+    assert num_seen <= MAX_CRASHES, cluster.notes
 
 
 @pytest.mark.parametrize("num_faults", [0, 1, 2, 4])

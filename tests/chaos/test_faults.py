@@ -78,16 +78,16 @@ def test_messages_and_steps_that_go_wrong(row: Row, chaos: Rig) -> None:
         assert chaos.server.status()["restarts"]["core"] == core, f"core died of {words}"
 
 
-def rare_token(cases: list[Case]) -> int:
-    """An id that no prompt holds."""
+def rare_tokens(cases: list[Case]) -> list[int]:
+    """Ids that no prompt holds."""
     used = {token for case in cases for token in case.prompt + case.ids}
-    return next(token for token in range(1000, 100, -1) if token not in used)
+    return [token for token in range(1000, 100, -1) if token not in used]
 
 
 @pytest.mark.parametrize("victim", ["worker 1", "core"])
 def test_poisonous_requests(victim: str, row: Row, chaos: Rig) -> None:
     """One among 16 streams kills whatever computes it: it alone fails."""
-    token = rare_token(chaos.cases)
+    token = rare_tokens(chaos.cases)[0]
     point = ["--phase", "send", "--message", "SchedulerOutput"] if victim == "core" else []
     nvserve(chaos, *("fault", "crash", victim, "--token", str(token), "--step", "-1"), *point)
     body = {"model": "demo", "prompt": [token, 5, 6], "max_tokens": 8, "temperature": 0}
@@ -100,6 +100,43 @@ def test_poisonous_requests(victim: str, row: Row, chaos: Rig) -> None:
         assert isinstance(poison.error, BadAnswer), poison
         assert (poison.error.status, poison.error.code) == (500, "engine_fault")
         chaos.check()
+
+
+MAX_SEARCH_CRASHES = 8  # of 6 requests: halves, the last one twice, one lost with each core
+
+
+def test_a_search_outlives_core(row: Row, chaos: Rig) -> None:
+    """Core is killed while it searches for a request that kills workers."""
+    token = rare_tokens(chaos.cases)[1]  # nobody else is armed with it
+    nvserve(chaos, "fault", "crash", "worker 0", "--token", str(token), "--step", "-1")
+    body = {"model": "demo", "prompt": [token, 5, 6], "max_tokens": 8, "temperature": 0}
+    for number in row.rounds(5):
+        chance = random.Random(row.seed + number)
+        before = chaos.settled()["restarts"]
+        with chaos.load(
+            chance, extra_bodies=(body,), arrivals_per_s=0.0, num_streams=5, num_plain=0
+        ) as load:
+            at = time.monotonic()
+            for num_crashes in sorted(chance.sample([1, 2, 3], 2)):
+                wait_crashes(chaos, load, before["worker"] + num_crashes)
+                chaos.kill("core")
+            row.pauses += chaos.judge(load, at)
+        [poison] = load.extras
+        assert isinstance(poison.error, BadAnswer), poison
+        assert (poison.error.status, poison.error.code) == (500, "engine_fault")
+        after = chaos.settled()["restarts"]
+        assert after["worker"] - before["worker"] <= MAX_SEARCH_CRASHES
+        chaos.check()
+
+
+def wait_crashes(chaos: Rig, load: Load, count: int) -> None:
+    """So many workers have been replaced, or the search is over."""
+
+    def probe() -> bool:
+        is_over = not load.extras[0].is_live
+        return bool(is_over or chaos.server.status()["restarts"]["worker"] >= count)
+
+    wait_for(f"{count} crashes", probe, SECONDS_LIMIT)
 
 
 def test_kills_from_outside_blame_nobody(row: Row, chaos: Rig) -> None:

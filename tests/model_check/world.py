@@ -22,6 +22,7 @@ from nvserve.protocol.messages import (
     SchedulerOutput,
     StepDone,
     StepFailed,
+    Strikes,
     Submit,
     pack_ids,
     unpack_ids,
@@ -42,6 +43,7 @@ class Entry:
     finish: FinishReason = FinishReason.NONE
     ended_by: set[FinishReason] = field(default_factory=set)  # asked for from outside
     cached: int = -1
+    strikes: int = 0
     reference: tuple[list[int], FinishReason] | None = None
 
 
@@ -220,6 +222,10 @@ class World:
                 self.closed[reply.request_id] = entry
             case Emits():
                 self._take_emits(reply)
+            case Strikes():
+                for request_id, count in zip(reply.request_ids, reply.counts, strict=True):
+                    if request_id in self.journal:
+                        self.journal[request_id].strikes = count
         return True
 
     def _take_emits(self, emits: Emits) -> None:
@@ -336,7 +342,8 @@ class World:
     def replay(self, entry: Entry) -> Submit:
         submit = entry.submit
         fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
-        return Submit(**(fields | {"emitted": pack_ids(entry.emitted), "is_replay": True}))
+        changed = {"emitted": pack_ids(entry.emitted), "strikes": entry.strikes, "is_replay": True}
+        return Submit(**(fields | changed))
 
     # -- all together
 

@@ -18,6 +18,7 @@ from nvserve.protocol.messages import (
     FinishReason,
     Hello,
     Refused,
+    Strikes,
     make_request_id,
     unpack_ids,
 )
@@ -131,6 +132,9 @@ class Frontend(Process):
                     self.clients[entry].is_refused = True
             case Emits():
                 self.take(message)
+            case Strikes():
+                for request_id, count in zip(message.request_ids, message.counts, strict=True):
+                    self.journal.strike(request_id, count)
             case CoreStats():
                 self.mend(message)
 
