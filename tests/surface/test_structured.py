@@ -149,6 +149,7 @@ def test_pydantic_through_the_official_client(asker: Asker) -> None:
 DEEP: Any = {"type": "string"}
 for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
+DEEPER = '{"type":"object","properties":{"a":' * 10_000 + "{}" + "}}" * 10_000
 BOMBS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(" * 60_000}, "guided_regex"),
     ({"guided_regex": "(" * 3_000}, "guided_regex"),
@@ -158,7 +159,11 @@ BOMBS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a{100000}"}, "guided_regex"),
     ({"guided_json": DEEP}, "guided_json"),
     ({"guided_json": "[" * 100_000}, "guided_json"),
+    ({"guided_json": DEEPER}, "guided_json"),
     ({"guided_json": {"type": "something"}}, "guided_json"),
+    ({"guided_json": {"type": "string", "pattern": "(?<=x)*"}}, "guided_json"),
+    ({"guided_json": {"type": "string", "pattern": "(" * 60_000}}, "guided_json"),
+    ({"guided_json": {"type": "string", "pattern": 5}}, "guided_json"),
     ({"guided_json": {"$ref": "#"}}, "guided_json"),
     ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json"),
     ({"guided_json": 5}, "guided_json"),
@@ -187,12 +192,126 @@ def test_a10_bad_grammars_are_refused_fast(
     asker.check_alive()
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+b", "((a{200}){200}){200}"])
+def over_zmq(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """The same asked of the ZMQ door, where that has a form for it."""
+    given = dict(fields.get("structured_outputs") or {})
+    for name, value in fields.items():
+        if name.startswith("guided_"):
+            given[name.removeprefix("guided_")] = value
+    return {"structured_outputs": given} if given or "structured_outputs" in fields else None
+
+
+@pytest.mark.parametrize(("fields", "param"), BOMBS)
+def test_a10_bad_grammars_are_refused_over_zmq_too(
+    asker: Asker, fields: dict[str, Any], param: str
+) -> None:
+    asked = over_zmq(fields)
+    if asked is None:
+        pytest.skip("this form is HTTP's alone")
+    with Client(asker.zmq_endpoint) as client:
+        begun = time.monotonic()
+        with pytest.raises(RequestError) as caught:
+            client.generate("x", max_tokens=4, **asked)
+        assert time.monotonic() - begun < 2.0
+        assert caught.value.status == 400
+        assert caught.value.param == param.replace("guided_", "structured_outputs.")
+        assert len(caught.value.message) < 1000
+    asker.check_alive()
+
+
+@pytest.mark.parametrize(
+    "field", ["guided_json", "tools", "response_format", "structured_outputs", "metadata", "stop"]
+)
+def test_a10_deep_json_in_any_field(asker: Asker, field: str) -> None:
+    start = b'{"%s":' % field.encode()
+    for depth in (200, 10_000, 100_000):
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        for path, rest in (
+            ("/v1/completions", b'"prompt":"x"'),
+            ("/v1/chat/completions", b'"messages":[{"role":"user","content":"a"}]'),
+            ("/tokenize", b'"prompt":"x"'),
+        ):
+            begun = time.monotonic()
+            status, answer = asker.post(path, start + deep + b"," + rest + b"}")
+            assert status == 400, (path, depth, answer)
+            assert time.monotonic() - begun < 2.0
+    asker.check_alive()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "choice"),
+    [
+        ({"type": "something"}, "required"),
+        ({"properties": {"a": {"pattern": "(?<=x)*"}}}, "required"),
+        ({"properties": {"a": {"pattern": "(" * 60_000}}}, "required"),
+        ({"properties": {"a": DEEP}}, "required"),
+        ({"properties": {"a": DEEP}}, "auto"),
+        ({"type": "something"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a10_bad_schemas_of_tools(asker: Asker, parameters: Any, choice: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": choice}
+    begun = time.monotonic()
+    assert str(asker.refusal("/v1/chat/completions", body)["param"]).startswith("tools")
+    assert time.monotonic() - begun < 2.0
+    asker.check_alive()
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "((a{200}){200}){200}", "(a+)+"])
 def test_a10_patterns_that_explode_elsewhere_are_harmless(asker: Asker, pattern: str) -> None:
     begun = time.monotonic()
-    fields = {"guided_regex": pattern, "max_tokens": 30, "temperature": 0}
-    assert re.fullmatch("a+b?", asker.complete(prompt="x", **fields)["choices"][0]["text"])
+    body = {"prompt": "a" * 40, "max_tokens": 30, "temperature": 0}
+    choice = asker.complete(**body, guided_regex=pattern)["choices"][0]
+    assert re.fullmatch("a+b?", choice["text"])
+    schema = {"type": "string", "pattern": "^(a+)+$"}
+    text = asker.complete(**body, guided_json=schema)["choices"][0]["text"]
+    assert re.fullmatch('"a+"?', text)
     assert time.monotonic() - begun < 5.0
+
+
+# -- grammars that end outputs ---------------------------------------------------------------------
+
+FORBIDDING = {"guided_regex": "ab+", "allowed_token_ids": TOKENIZER.encode("a").ids[-1:]}
+
+
+def test_an_output_that_cannot_go_on_is_an_error_naming_the_grammar(asker: Asker) -> None:
+    body = {"prompt": "x", "max_tokens": 20, "temperature": 0, **FORBIDDING}
+    error = asker.refusal("/v1/completions", body)
+    assert (error["param"], error["code"]) == ("guided_regex", "grammar_error")
+    events = asker.events("/v1/completions", body)
+    assert "".join(e["choices"][0]["text"] for e in events if "choices" in e) in ("", "a")
+    assert events[-1]["error"]["code"] == "grammar_error"
+    with Client(asker.zmq_endpoint) as client, pytest.raises(RequestError) as caught:
+        client.generate(
+            "x",
+            max_tokens=20,
+            structured_outputs={"regex": "ab+"},
+            allowed_token_ids=FORBIDDING["allowed_token_ids"],
+        )
+    assert (caught.value.status, caught.value.param) == (400, "structured_outputs.regex")
+    asker.check_alive()
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "shortest", "longest"),
+    [("[ab]{3}", 3, 3), ("a{0,5}", 5, 5), ("a*", 12, 20), ("(yes|no)", 2, 3)],
+)
+def test_min_tokens_holds_as_far_as_the_grammar_goes(
+    asker: Asker, pattern: str, shortest: int, longest: int, ignore_eos: bool
+) -> None:
+    """Neither text outside of the grammar nor a request that never ends; `a` is one token."""
+    params = {"max_tokens": 20, "min_tokens": 12, "ignore_eos": ignore_eos, "temperature": 0}
+    choice = asker.complete(prompt="x", guided_regex=pattern, **params)["choices"][0]
+    with Client(asker.zmq_endpoint) as client:
+        result = client.generate("x", structured_outputs={"regex": pattern}, **params)
+    assert result.text == choice["text"]
+    assert re.fullmatch(pattern, choice["text"])
+    assert shortest <= len(choice["text"]) <= longest
+    assert choice["finish_reason"] == ("length" if pattern == "a*" else "stop")
+    asker.check_alive()
 
 
 # -- recoveries ------------------------------------------------------------------------------------
