@@ -28,6 +28,7 @@ from nvserve.kernels.sampling_groups import (
 )
 
 GROUP: Final = 128  # tokens whose maximum the scan leaves
+TILE: Final = 8192  # tokens of the listed groups in one pass of a loop
 
 _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 
@@ -195,7 +196,7 @@ def select_rows(
         TILES=max(16, triton.next_power_of_2(num_tiles)),
         GROUPS=max(16, triton.next_power_of_2(num_groups)),
         GROUP=GROUP,
-        TILE=8192,
+        TILE=TILE,
         num_warps=16,
         **launch_options(logits.device),
     )

@@ -5,7 +5,7 @@ that process); dependent launch and CUDA graphs need the GPU.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,17 +37,9 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, tor
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 if INTERPRETED:
-    # The interpreter of triton 3.6 turns arrays of one element into range() bounds with int(),
-    # which numpy refuses from 2.4 on.
-    from triton.runtime import interpreter
+    import triton_interpreter  # where there is no triton there is nothing to interpret
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+    triton_interpreter.mend()
 
 
 @pytest.fixture(autouse=True)
