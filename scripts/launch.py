@@ -152,6 +152,11 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
 )
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option(
+    "--share-gpu",
+    is_flag=True,
+    help="Let ranks share GPUs when there are fewer than --tp; slow, needs --num-kv-blocks.",
+)
+@click.option(
     "--attention-backend",
     type=click.Choice(["", "fa3", "fa2", "triton", "torch"]),
     default="",
@@ -305,6 +310,8 @@ def _check(config: Config, *, has_key: bool) -> None:
         )
     if config.num_kv_blocks == 1:
         raise UsageError("--num-kv-blocks 1 leaves none to use: the first one is scratch")
+    if config.share_gpu and not config.num_kv_blocks:
+        raise UsageError("--share-gpu needs --num-kv-blocks: ranks cannot measure side by side")
     if not listener.is_loopback(config.host) and not has_key and not config.disable_auth:
         raise UsageError(
             f"--host {config.host} can be reached from other machines: set an API key "

@@ -137,6 +137,7 @@ def test_heads_are_split_evenly_or_refused(
         ({"hang_timeout_s": -1.0}, "--hang-timeout: expected `float` >= 0.0"),
         ({"max_model_len": 10**6}, "--max-model-len 1000000 is more than the model's context"),
         ({"num_kv_blocks": 1}, "--num-kv-blocks 1 leaves none to use"),
+        ({"share_gpu": True}, "--share-gpu needs --num-kv-blocks"),
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 can be reached from other machines"),
         ({"host": "127.evil.example"}, "can be reached from other machines"),
     ],

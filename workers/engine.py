@@ -20,6 +20,7 @@ from nvserve.protocol.messages import SchedulerOutput
 from nvserve.protocol.progress import Phase, ProgressPage
 from nvserve.workers import loader
 from nvserve.workers.batch import Batch
+from nvserve.workers.devices import Place, choose_gpu
 from nvserve.workers.kv_cache import (
     KvCache,
     available_memory_bytes,
@@ -130,16 +131,19 @@ class TorchEngine:
 
     def _load(self, start: StartEpoch, report: Report) -> Decoder:
         """The model of this rank; loaded already unless the rank is new to this process."""
-        place = (start.rank, start.tp_size)
-        if self._model is not None and place == (self._parallel.rank, self._parallel.size):
+        wanted = (start.rank, start.tp_size)
+        if self._model is not None and wanted == (self._parallel.rank, self._parallel.size):
             return self._model
         self._model = self._cache = self._runner = None
         self._is_warm = False
         architecture = read_config(Path(self._config.model))
         check_parallel(architecture, start.tp_size)
-        device = self._open_device(start)
+        place = self._place(start)
+        device = self._open_device(start, place)
         limit_s = max(DEFAULT_LIMIT_S, 4 * self._config.hang_timeout_s)
-        self._parallel = TensorParallel(start.rank, start.tp_size, self._page, limit_s)
+        self._parallel = TensorParallel(
+            start.rank, start.tp_size, self._page, limit_s, wants_gloo=place.is_shared
+        )
         self._model = self._load_weights(architecture, device, report)
         return self._model
 
@@ -160,7 +164,17 @@ class TorchEngine:
             loader.load(path, model.parameters(), architecture.is_tied, report_weights)
         return model
 
-    def _open_device(self, start: StartEpoch) -> torch.device:
+    def _place(self, start: StartEpoch) -> Place:
+        if self._config.device == "cpu":
+            return Place(0, is_shared=False)
+        return choose_gpu(
+            rank=start.rank,
+            tp_size=start.tp_size,
+            num_gpus=torch.cuda.device_count(),
+            may_share=self._config.share_gpu,
+        )
+
+    def _open_device(self, start: StartEpoch, place: Place) -> torch.device:
         if self._config.device == "cpu":
             # Threads that find no core make the others spin at every barrier: ranks share the
             # cores, and one is left to core and frontend. OMP_NUM_THREADS may ask for fewer.
@@ -168,12 +182,7 @@ class TorchEngine:
             num_threads = max(1, (num_cores - 1) // start.tp_size)
             torch.set_num_threads(min(torch.get_num_threads(), num_threads))
             return torch.device("cpu")
-        if torch.cuda.device_count() <= start.rank:
-            raise ModelRefused(
-                f"--tp {start.tp_size} needs {start.tp_size} GPUs,"
-                f" this machine has {torch.cuda.device_count()}"
-            )
-        device = torch.device("cuda", start.rank)
+        device = torch.device("cuda", place.index)
         torch.cuda.set_device(device)
         return device
 

@@ -47,12 +47,18 @@ class TensorParallel:
         size: int = 1,
         page: ProgressPage | None = None,
         limit_s: float = DEFAULT_LIMIT_S,
+        *,
+        wants_gloo: bool = False,
     ) -> None:
-        """`limit_s` shall exceed the launcher's hang limit: fencing a peer frees the others."""
+        """`limit_s` shall exceed the launcher's hang limit: fencing a peer frees the others.
+
+        `wants_gloo`: also on a GPU, where exchanges then go through host memory.
+        """
         self.rank: Final = rank
         self.size: Final = size
         self._page = page
         self._limit: Final = timedelta(seconds=limit_s)
+        self._wants_gloo: Final = wants_gloo
         self._is_nccl = False
 
     # -- epochs --------------------------------------------------------------------------------
@@ -68,7 +74,7 @@ class TensorParallel:
             return
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._is_nccl = device.type == "cuda"
+        self._is_nccl = device.type == "cuda" and not self._wants_gloo
         path = str(Path(launch_dir) / f"e{epoch}.group")
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]  # exported unseen
         store.set(f"here{self.rank}", "1")
@@ -136,13 +142,13 @@ class TensorParallel:
         """All ranks' x in rank order, [size, *x.shape]; the shapes must agree."""
         if self.size == 1:
             return x[None]
-        mine = x.contiguous()
+        mine = x.contiguous() if self._is_nccl else x.contiguous().cpu()
         parts = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
         if mine.numel():
             with self._collective():
                 # As bytes: gloo does not know every dtype.
                 _gather_into(parts.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8))
-        return parts
+        return parts.to(x.device)
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Over all ranks, each row's largest value, float32 [R], and its id, int64 [R].
