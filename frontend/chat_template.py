@@ -6,7 +6,8 @@ error: the template refuses the messages, or cannot handle their shape.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -15,9 +16,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nvserve.frontend.errors import StartFailure, invalid
+from nvserve.frontend.errors import ApiError, StartFailure, invalid
 
 MAX_RENDERED_CHARS: Final = 16 << 20
+MAX_RENDER_S: Final = 2.0  # of CPU time
 
 
 class _Generation(Extension):
@@ -84,20 +86,20 @@ class ChatTemplate:
         """The prompt text; a 400 when the template refuses or cannot render the messages."""
         chat = [self._adapt(message) for message in messages]
         try:
-            text = self._template.render(
+            pieces = self._template.generate(
                 messages=chat,
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
+            return _joined_in_time(pieces)
+        except ApiError:
+            raise
         except _Refusal as error:
             raise invalid("messages", f"refused by the chat template: {error}") from error
         except Exception as error:  # a template may raise anything; none of it is our fault
             raise invalid("messages", "the chat template cannot render these messages") from error
-        if len(text) > MAX_RENDERED_CHARS:
-            raise invalid("messages", f"render to more than {MAX_RENDERED_CHARS} characters")
-        return text
 
     def _adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Name the developer's role as the template does: most know it as system."""
@@ -105,3 +107,18 @@ class ChatTemplate:
         if adapted["role"] == "developer" and not self._knows_developer:
             adapted["role"] = "system"
         return adapted
+
+
+def _joined_in_time(pieces: Iterator[str]) -> str:
+    """The text of a template at work, or a 400 when there is too much of it or it takes long."""
+    begun_s = time.thread_time()
+    taken: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        taken.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise invalid("messages", f"render to more than {MAX_RENDERED_CHARS} characters")
+        if time.thread_time() - begun_s > MAX_RENDER_S:
+            raise invalid("messages", f"take more than {MAX_RENDER_S:g} s to render")
+    return "".join(taken)

@@ -293,6 +293,9 @@ class _Api:
         """POST /detokenize."""
         body = parse(DetokenizeBody, await exchange.read_json())
         self._service.check_model(body.model)
+        num_tokens, most = len(body.tokens), self._service.config.max_model_len
+        if num_tokens > most:
+            raise invalid("tokens", f"holds {num_tokens} ids, at most {most} are allowed")
         check_ids(body.tokens, self._service.limits, "tokens")
         text = self._tokenizer.vocabulary.decode(body.tokens, skip_special=False)
         await exchange.respond(_encode({"prompt": text}))

@@ -11,13 +11,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from nvserve.frontend.bulk import check_bulk
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.protocol.client_messages import SamplingFields
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_PROMPTS: Final = 1024  # in one body, and also prompts x n
 MAX_N: Final = 128
+MAX_TURNS: Final = 8192  # messages with the parts and calls in them
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 Prompt = str | list[str | int | list[int]]
@@ -179,6 +181,7 @@ def parse(body_type: type[T], raw: bytes) -> T:
     """A validated body, or a 400 that names the field at fault."""
     decoder: msgspec.json.Decoder[T] = _DECODERS[body_type]  # type: ignore[index, assignment]  # keyed by its own type
     try:
+        check_bulk(body_type, raw)
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
@@ -247,7 +250,15 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as the dicts a chat template takes, text parts joined by line ends."""
     if not messages:
         raise invalid("messages", "must not be empty")
+    if len(messages) > MAX_TURNS or sum(map(_num_parts, messages)) > MAX_TURNS:
+        raise invalid("messages", f"hold more than {MAX_TURNS} messages, parts and calls")
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _num_parts(message: ChatMessage) -> int:
+    content = message.content
+    num_parts = len(content) if isinstance(content, list) else 1
+    return num_parts + len(message.tool_calls or ())
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from nvserve.frontend.errors import StartFailure, invalid
 
 logger = logging.getLogger(__name__)
 
+INLINE_MESSAGES: Final = 100  # more of them are rendered in a thread
 INLINE_CHARS: Final = 2000  # a longer text is encoded in a thread
 NORMALIZED_SHRINKAGE: Final = 4  # how much shorter a normalizer may make a text, at most
 NUM_THREADS: Final = 2
@@ -67,9 +69,16 @@ class Tokenizer:
         """Ids of a conversation; the template writes all special tokens itself, BOS included."""
         if self.chat_template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
-        text = self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        render = partial(
+            self.chat_template.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
         )
+        if len(messages) <= INLINE_MESSAGES:
+            text = render()
+        else:
+            text = await asyncio.get_running_loop().run_in_executor(self._threads, render)
         return (await self.encode([text], param="messages", add_special_tokens=False))[0]
 
     def close(self) -> None:

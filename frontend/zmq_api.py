@@ -25,6 +25,7 @@ from nvserve.frontend.zmq_connection import (
     error_message,
     id_of,
     ids_of,
+    message_of,
     prompt_of,
 )
 from nvserve.protocol.client_messages import (
@@ -40,7 +41,6 @@ from nvserve.protocol.client_messages import (
     Submit,
     ToClient,
     Welcome,
-    decode_to_server,
     encode_client,
 )
 
@@ -136,7 +136,7 @@ class Door:
     def _take(self, identity: bytes, frame: bytes) -> None:
         connection = self._connections.get(identity)
         try:
-            message = decode_to_server(frame)
+            message = message_of(frame)
         except BadClientFrame as error:
             self.num_dropped += 1
             if connection is not None:

@@ -5,9 +5,18 @@ from typing import Final
 
 import msgspec
 
+from nvserve.frontend.bulk import FREE_BYTES, is_bulky_frame
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.generation import Choice, Generation
-from nvserve.protocol.client_messages import Accepted, Emit, Error, Submit
+from nvserve.protocol.client_messages import (
+    Accepted,
+    BadClientFrame,
+    Emit,
+    Error,
+    Submit,
+    ToServer,
+    decode_to_server,
+)
 from nvserve.protocol.messages import unpack_ids
 
 
@@ -55,6 +64,17 @@ def ids_of(column: bytes, param: str) -> list[int]:
     if len(column) % 4:
         raise ApiError(400, f"{param}: {len(column)} bytes are not whole int32 ids", param=param)
     return unpack_ids(column)
+
+
+def message_of(frame: bytes) -> ToServer:
+    """The message in a frame, or BadClientFrame; large parameters are refused undecoded."""
+    try:
+        is_bulky = is_bulky_frame(frame)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise BadClientFrame(str(error)) from error
+    if is_bulky:
+        raise BadClientFrame(f"larger than {FREE_BYTES} bytes - at `$.params`")
+    return decode_to_server(frame)
 
 
 def id_of(frame: bytes) -> int | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,25 @@ def test_a_developer_is_the_system_unless_the_template_knows_better() -> None:
     chat = [{"role": "developer", "content": "x"}]
     assert render("{{ messages[0].role }}", chat) == "system"
     assert render("{# developer #}{{ messages[0].role }}", chat) == "developer"
+
+
+def test_a_template_that_renders_for_ever_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvserve.frontend.chat_template.MAX_RENDER_S", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ none or '' }}{% endfor %}"
+    begun_s = time.thread_time()
+    with pytest.raises(ApiError, match=r"messages: take more than 0\.2 s to render"):
+        render(endless + "{% endfor %}")
+    assert time.thread_time() - begun_s < 2.0
+    huge = "{% for a in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    with pytest.raises(ApiError, match="messages: render to more than"):
+        render(huge, [{"role": "user", "content": "x" * 500}])
+
+
+def test_many_messages_are_rendered_beside_the_loop(folder: Path) -> None:
+    tokenizer = load(folder)
+    turns = USER * 300
+    assert tokenizer.chat_template is not None
+    text = tokenizer.chat_template.render(turns, add_generation_prompt=True)
+    expected = tokenizer.fast.encode(text, add_special_tokens=False).ids
+    assert asyncio.run(tokenizer.encode_chat(turns)) == expected
+    tokenizer.close()
