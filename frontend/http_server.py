@@ -141,6 +141,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False  # a whole request before it gets its answer, the last one
+            return
         if not is_answering:  # otherwise these bytes would land inside another answer
             body = ApiError(status, message).body()
             self.transport.write(

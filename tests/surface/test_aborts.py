@@ -162,13 +162,14 @@ def test_a21_one_id_of_two_clients_and_twice_of_one(asker: Asker) -> None:
     asker.check_alive()
 
 
-@pytest.mark.parametrize("value", ["", "a\nb", "x" * (1 << 20), 1.5, None, [1], True])
-def test_a21_ids_of_another_kind_are_refused(asker: Asker, value: Any) -> None:
+def test_a21_ids_of_another_kind_are_refused(asker: Asker) -> None:
+    values: list[Any] = ["", "a\nb", "x" * (1 << 20), 1.5, None, [1], True]
     with Peer(asker.zmq_endpoint) as peer:
-        peer.send_fields(type="Submit", id=value, prompt="x", params={"max_tokens": 1})
-        error = peer.expect(Error)
-        assert (error.status, error.id) == (400, None)
-        assert len(error.message) < 500
+        for value in values:
+            peer.send_fields(type="Submit", id=value, prompt="x", params={"max_tokens": 1})
+            error = peer.expect(Error)
+            assert (error.status, error.id) == (400, None)
+            assert len(error.message) < 500
         for number in (-(2**63), 2**64 - 1):
             peer.send(submit(number))
             assert peer.output(number, Finished)[0] == expected_ids(asker)

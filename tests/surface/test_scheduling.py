@@ -1,0 +1,140 @@
+"""Prefix hits, blocking, 16-bit numbers and seeds of the reports (A24, A27, A29, A30), both doors.
+
+`test_preemption.py` has what a pool that is too small does.
+"""
+
+import concurrent.futures
+import time
+import zlib
+from typing import Any
+
+import pytest
+from process.server import Server, served
+from surface.asking import Asker
+from surface.test_reports import ids_of
+
+from nvserve.frontend.client import Client
+from nvserve.frontend.client_session import Result
+
+BLOCK = 16
+
+
+# -- A24 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33, 47, 48, 49])
+def test_a24_copies_of_one_prompt_at_once_and_over_zmq(asker: Asker, num_tokens: int) -> None:
+    prompt = [90 + (num_tokens * 31 + index * 17) % 900 for index in range(num_tokens)]
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:  # nothing is cached at first
+        answers = list(pool.map(lambda _: asker.complete(**body), range(32)))
+    first = ids_of(answers[0])
+    assert all(ids_of(answer) == first for answer in answers)
+    most = (num_tokens - 1) // BLOCK * BLOCK
+    for answer in answers:
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] in range(
+            0, most + 1, BLOCK
+        )
+    with Client(asker.zmq_endpoint) as client:
+        result = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+    assert result.token_ids == first
+    assert result.num_cached_tokens == most
+    asker.check_alive()
+
+
+# -- A27 -------------------------------------------------------------------------------------------
+
+
+def test_a27_small_requests_pass_a_big_one_that_has_no_room() -> None:
+    """A long decode holds 60 of 100 blocks, so one that needs 80 waits; 20 need two each."""
+    server = Server.launch(
+        *("--device", "sim", "--sim-step-ms", "5", "--spares", "0", "--zmq-port", "0"),
+        *("--num-kv-blocks", "101", "--block-size", str(BLOCK), "--max-model-len", "4096"),
+    )
+    with served(server):
+        asker = Asker(server, server.wait_ready())
+        ended: dict[str, float] = {}
+
+        def ask(name: str, num_prompt: int, max_tokens: int) -> None:
+            prompt = [3 + zlib.crc32(name.encode()) % 900] * num_prompt  # no prefix in common
+            if name.endswith("zmq"):
+                with Client(asker.zmq_endpoint) as client:
+                    result = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
+                assert result.num_output_tokens == max_tokens
+            else:
+                answer = asker.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
+                assert answer["usage"]["completion_tokens"] == max_tokens
+            ended[name] = time.monotonic()
+
+        with concurrent.futures.ThreadPoolExecutor(22) as pool:
+            asked = [pool.submit(ask, "long", 950, 600)]
+            _wait_running(asker, 1)
+            asked.append(pool.submit(ask, "big", 1270, 4))
+            _wait_waiting(asker, 1)
+            asked += [
+                pool.submit(ask, f"small {number} {door}", 20, 8)
+                for number in range(10)
+                for door in ("http", "zmq")
+            ]
+            for one in asked:
+                one.result(120)
+        small = [when for name, when in ended.items() if name.startswith("small")]
+        assert len(small) == 20
+        assert max(small) < ended["long"] < ended["big"]
+        asker.check_alive()
+
+
+def _wait_running(asker: Asker, count: int) -> None:
+    _wait_metric(asker, "nvserve:num_requests_running", count)
+
+
+def _wait_waiting(asker: Asker, count: int) -> None:
+    _wait_metric(asker, "nvserve:num_requests_waiting", count)
+
+
+def _wait_metric(asker: Asker, name: str, value: float) -> None:
+    deadline = time.monotonic() + 30
+    while asker.metrics()[name] != value:
+        assert time.monotonic() < deadline, f"{name} is never {value}"
+
+
+# -- A29 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a29_tiny_temperatures_in_16_bits(dtype: str) -> None:
+    server = Server.launch("--dtype", dtype, "--spares", "0", "--zmq-port", "0")
+    with served(server):
+        asker = Asker(server, server.wait_ready())
+        body: dict[str, Any] = {"prompt": "To be, or", "max_tokens": 12, "ignore_eos": True}
+        body |= {"return_token_ids": True}
+        greedy = ids_of(asker.complete(**body, temperature=0))
+        for temperature in (1e-2, 1e-4, 1e-6, 1e-10, 1e-38):
+            cold = {"temperature": temperature, "top_p": 0.0001, "seed": 3}
+            assert ids_of(asker.complete(**body, **cold)) == greedy  # alone, as the greedy one was
+            with Client(asker.zmq_endpoint) as client:
+                result = client.generate("To be, or", max_tokens=12, ignore_eos=True, **cold)
+            assert result.token_ids == greedy
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            mixed = [pool.submit(asker.complete, **body, **cold) for _ in range(2)]
+            mixed += [pool.submit(asker.complete, **body, temperature=0) for _ in range(2)]
+            assert all(len(ids_of(one.result(60))) == 12 for one in mixed)
+        asker.check_alive()
+
+
+# -- A30 -------------------------------------------------------------------------------------------
+
+
+def test_a30_a_seed_gives_the_same_at_both_doors_and_in_any_company(asker: Asker) -> None:
+    body: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "temperature": 0.8}
+    alone = ids_of(asker.complete(prompt="To be, or", return_token_ids=True, seed=42, **body))
+    for seeds in ([None] * 7, list(range(7))):
+        with Client(asker.zmq_endpoint) as client:
+            company = [client.submit("To be, or", seed=seed, **body) for seed in seeds[:3]]
+            seeded = client.submit("To be, or", seed=42, **body)
+            company += [client.submit("To be, or", seed=seed, **body) for seed in seeds[3:]]
+            assert client.result(seeded).token_ids == alone
+            results: list[Result] = [client.result(one) for one in company]
+        assert len({tuple(result.token_ids) for result in results}) == 7
+    asker.check_alive()
