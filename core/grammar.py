@@ -1,6 +1,6 @@
 """Compiles grammars into matchers: which token ids may follow, one request at a time.
 
-Owns the tokenizer's form for the compiler, loaded with the first grammar, and a cache of compiled
+Owns the tokenizer's form for the compiler, loaded on its first use, and a cache of compiled
 ones. `GrammarCompiler.compile` is called in helper threads (CompileQueue). Knows no request.
 """
 

@@ -7,22 +7,20 @@ import gc
 import logging
 import os
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import zmq
 
-from nvserve.core.compile_queue import Compile, CompileQueue, overloaded
-from nvserve.core.constraint import Matcher
+from nvserve.core.compile_queue import CompileQueue, overloaded
 from nvserve.core.errors import EpochFault, RequestRefused
+from nvserve.core.grammar_loader import GrammarLoader
 from nvserve.core.limits import Limits
 from nvserve.core.links import FrontendLink, WorkerLinks
 from nvserve.core.replies import Replies
 from nvserve.core.scheduler import Scheduler
 from nvserve.core.stats import core_stats
 from nvserve.protocol.child import Child, bootstrap
-from nvserve.protocol.config import Config
 from nvserve.protocol.control import (
     Condition,
     Drain,
@@ -39,9 +37,6 @@ from nvserve.protocol.control import (
 )
 from nvserve.protocol.messages import Abort, CoreStats, Finish, FinishReason, Submit
 from nvserve.protocol.progress import Phase
-
-if TYPE_CHECKING:
-    from nvserve.core.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +60,11 @@ class Core:
         )
         self._frontend: Final = FrontendLink(context, setup.launch_dir, setup.life)
         self._workers: Final = WorkerLinks(context, setup.launch_dir, setup.life)
-        self._compiling: Final = CompileQueue(_grammar_compiler(setup.config))
+        grammars = GrammarLoader(setup.config)
+        if setup.life == 0:  # later ones have requests that wait
+            child.page.beat(Phase.LOADING)
+            grammars.load()
+        self._compiling: Final = CompileQueue(grammars.compile)
         self._max_compiling: Final = setup.config.max_queued_requests
         self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
         self._is_held = False  # no step is planned until the next epoch
@@ -256,27 +255,6 @@ def _is_same(stats: CoreStats, other: CoreStats | None) -> bool:
         return False
     fields = (name for name in stats.__struct_fields__ if name != "time")
     return all(getattr(stats, name) == getattr(other, name) for name in fields)
-
-
-def _grammar_compiler(config: Config) -> Compile:
-    """Imported and loaded with the first grammar: most servers never see one."""
-    compiler: GrammarCompiler | None = None
-    lock = threading.Lock()
-
-    def compile_grammar(grammar: str) -> Matcher:
-        nonlocal compiler
-        with lock:
-            if compiler is None:
-                from nvserve.core.grammar import GrammarCompiler
-
-                compiler = GrammarCompiler(
-                    config.model,
-                    vocab_size=config.facts.vocab_size,
-                    eos_token_ids=config.facts.eos_token_ids,
-                )
-        return compiler.compile(grammar)
-
-    return compile_grammar
 
 
 def main(argv: list[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -323,6 +324,8 @@ def test_a_grammar_goes_on_after_a_death(victim: str) -> None:
     body["guided_regex"] = "([a-z]{3,9} ){80}end"
     with served(Server.launch("--max-restarts", "10")) as server:
         asker = Asker(server, server.wait_ready())
+        maps = Path(f"/proc/{asker.pids['core']}/maps").read_text()
+        assert "llguidance" in maps, "the first grammar would stall the streams of others"
         expected = asker.complete(**body)["choices"][0]["text"]
         assert re.fullmatch(str(body["guided_regex"]), expected) or len(expected) > 300
         with openai.OpenAI(base_url=f"{asker.url}/v1", api_key="none", timeout=120) as client:
