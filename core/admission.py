@@ -15,8 +15,6 @@ from nvserve.core.request import Request
 from nvserve.protocol.messages import RefusalKind, Submit
 from nvserve.protocol.sampling import BadParameter, SamplingParams, check_sampling
 
-RETRY_AFTER_S: Final = 1.0  # told to a client refused for load
-
 
 class Admission:
     """The gate for requests: few enough, valid, and able to fit alone into model and pool."""
@@ -52,7 +50,6 @@ class Admission:
                 f"{num_waiting} requests are waiting,"
                 f" the limit is {self._limits.max_queued_requests}",
                 RefusalKind.BUSY,
-                RETRY_AFTER_S,
             )
 
     def _make_request(

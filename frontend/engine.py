@@ -18,6 +18,7 @@ import zmq
 
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.journal import Entry, Gap, Journal, Standing
+from nvserve.frontend.pace import Pace
 from nvserve.frontend.quarantine import Quarantine
 from nvserve.frontend.resync import compare
 from nvserve.protocol.channel import Inbox, Outbox, core_to_frontend, frontend_to_core
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE: Final = 64  # read before other callbacks get their turn
 RETRY_S: Final = 0.005  # between attempts to send what core had no room for
-BUSY_RETRY_AFTER_S: Final = 1.0
+DRAINING_RETRY_AFTER_S: Final = 5.0
 
 _STATUS_OF: Final = {
     RefusalKind.INVALID: 400,
@@ -105,6 +106,7 @@ class Engine:
         self.num_replays = 0
         self.on_search: Callable[[int], object] = int  # told how many requests are suspected
         self._quarantine: Final = Quarantine()
+        self._pace: Final = Pace()
         self._max_queued: Final = config.max_queued_requests
         self._timeout_s: Final = config.request_timeout_s
         self._launch_dir: Final = launch_dir
@@ -146,7 +148,7 @@ class Engine:
                 429,
                 f"{self._max_queued} requests are waiting already",
                 code="queue_full",
-                retry_after_s=BUSY_RETRY_AFTER_S,
+                retry_after_s=self._queue_wait_s(),
             )
         now = time.time()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -320,11 +322,20 @@ class Engine:
                 for request_id, count in zip(message.request_ids, message.counts, strict=True):
                     self.journal.strike(request_id, count)
             case CoreStats():
-                self.stats = message
+                self._take_stats(message)
                 if message.request_ids is not None:
                     self._mend(message, message.request_ids)
             case _:
                 assert_never(message)
+
+    def _take_stats(self, message: CoreStats) -> None:
+        """The last step may be one of an earlier life of core."""
+        if not message.last_step_time and self.stats is not None:
+            last = self.stats.last_step_time
+            message = msgspec.structs.replace(message, last_step_time=last)
+        self.stats = message
+        is_busy = message.num_running + message.num_waiting > 0
+        self._pace.note(sum(message.finished_totals), message.time, is_busy=is_busy)
 
     def _mend(self, stats: CoreStats, held: list[int]) -> None:
         """Repair what a lost message broke."""
@@ -358,16 +369,29 @@ class Engine:
         if entry is None or listener is None:
             self.num_dropped += 1
             return
-        retry_after_s = message.retry_after_s or BUSY_RETRY_AFTER_S
         listener.on_refused(
             ApiError(
                 _STATUS_OF[message.kind],
                 message.message,
                 param=message.param or None,
                 code="queue_full" if message.kind is RefusalKind.BUSY else None,
-                retry_after_s=None if message.kind is RefusalKind.INVALID else retry_after_s,
+                retry_after_s=self._retry_after_s(message),
             )
         )
+
+    def _retry_after_s(self, message: Refused) -> float | None:
+        match message.kind:
+            case RefusalKind.BUSY:
+                return message.retry_after_s or self._queue_wait_s()
+            case RefusalKind.DRAINING:
+                return message.retry_after_s or DRAINING_RETRY_AFTER_S
+            case _:
+                return None
+
+    def _queue_wait_s(self) -> float:
+        """Until what waits now will have been served, by the pace of the last seconds."""
+        num_waiting = self.stats.num_waiting if self.stats is not None else 0
+        return self._pace.wait_s(max(num_waiting, self.journal.num_unanswered))
 
     def _on_emits(self, message: Emits) -> None:
         tokens = unpack_ids(message.tokens)
