@@ -84,6 +84,8 @@ class TorchEngine:
             # All ranks alike, newcomers too: after the start those wanted come with their steps.
             are_all_wanted = self._parallel.size > 1 and start.epoch == 0
             runner.use_graphs(self._config.max_num_seqs, are_all_wanted=are_all_wanted)
+        if runner.graphs is not None:
+            logger.info("epoch %d has %d CUDA graphs", start.epoch, runner.graphs.num_captured)
         phases = {
             "weights": loaded - began,
             "group": joined - loaded,

@@ -134,6 +134,11 @@ class DecodeGraphs:
         self._missing: Final = list(self.sizes)  # captured from the end: largest first
         self._captured: Final[dict[int, _Captured]] = {}
 
+    @property
+    def num_captured(self) -> int:
+        """Buckets that have their graph."""
+        return len(self._captured)
+
     def capture_for(self, num_rows: int) -> None:
         """Under load: capture the bucket of num_rows, if it is missed and the time has come."""
         fitting = next((size for size in self.sizes if size >= num_rows), None)
