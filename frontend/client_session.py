@@ -36,6 +36,7 @@ class RequestError(Exception):
         self.message = error.message
         self.param = error.param
         self.code = error.code
+        self.retry_after_s = error.retry_after_s
 
 
 class Piece(msgspec.Struct, frozen=True):

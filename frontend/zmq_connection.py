@@ -95,4 +95,5 @@ def error_message(request_id: int | None, error: ApiError) -> Error:
         message=error.message,
         param=error.param,
         code=error.code,
+        retry_after_s=error.retry_after_s,
     )

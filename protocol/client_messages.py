@@ -173,6 +173,7 @@ class Error(ClientMessage, frozen=True, kw_only=True, tag=True):
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: float | None = None  # when another try makes sense, as over HTTP
 
 
 class Beat(ClientMessage, frozen=True, kw_only=True, tag=True):
