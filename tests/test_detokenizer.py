@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,3 +220,26 @@ def test_the_window_stays_short_on_long_random_output() -> None:
     assert isinstance(state, WindowDetokenizer)
     assert "".join(deltas(state, ids)) == wordpiece().decode(ids)
     assert len(state._ids) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_a15_a_hundred_thousand_sequences_in_chunks(name: str) -> None:
+    """Whatever comes together, the text is what a decode of all ids gives."""
+    scale = float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))
+    tokenizer, words = MAKERS[name](), vocabulary(name)
+    plain = [i for i in range(tokenizer.get_vocab_size()) if not is_byte(tokenizer, i)]
+    for seed in range(round(100_000 * scale)):
+        draw = random.Random(seed)
+        ids = [draw.choice(plain) for _ in range(draw.randrange(20))]
+        if name != "wordpiece":
+            text = "".join(draw.choice(draw.choice(TEXTS)) for _ in range(draw.randrange(8)))
+            ids += tokenizer.encode(text, add_special_tokens=False).ids
+        state = words.detokenizer((), skip_special=seed % 2 == 0, is_start=True)
+        out, at = "", 0
+        while at < len(ids):
+            size = draw.randrange(1, 8)
+            out += "".join(map(state.feed, ids[at : at + size]))
+            at += size
+        expected = tokenizer.decode(ids, skip_special_tokens=seed % 2 == 0)
+        assert out + state.flush() == expected, f"seed {seed}"
