@@ -13,9 +13,10 @@ import pytest
 import uvloop
 from starlette.routing import Route, Router
 
-from nvserve.frontend import http_server
+from nvserve.frontend import exchange, http_server
 from nvserve.frontend.cors import Cors
-from nvserve.frontend.exchange import Exchange, Receive, Scope, Send
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.exchange import ClientGone, Exchange, Receive, Scope, Send
 from nvserve.frontend.http_server import Server
 
 NUM_SLOW = 500
@@ -28,6 +29,7 @@ MARGIN_S = 20.0  # for a loaded machine; an unlimited wait has no end at all
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEADER_LIMIT_S", 1.0)
+    monkeypatch.setattr(exchange, "BODY_LIMIT_S", 1.0)
     monkeypatch.setattr(http_server, "REST_LIMIT_S", 0.5)
     monkeypatch.setattr(http_server, "STALL_LIMIT_S", 0.5)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
@@ -37,8 +39,16 @@ class App:
     """An answer of the size that the path names. (A plain function would be no ASGI app here.)"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Exchange(scope, receive, send, Cors([]))
         body = {"/big": BIG, "/small": SMALL}.get(scope["path"], b"ok")
-        await Exchange(scope, receive, send, Cors([])).respond(body)
+        try:
+            if request.method == "POST":
+                await request.read_json()
+            await request.respond(body)
+        except ApiError as error:
+            await request.respond_error(error)
+        except ClientGone:
+            return
 
 
 def serve(ask: Callable[[int], Awaitable[None]]) -> None:
@@ -82,14 +92,26 @@ async def read_to_end(connection: socket.socket) -> bytes:
     return answer
 
 
-def test_five_hundred_slow_headers_end_in_time_and_stop_nobody() -> None:
+@pytest.mark.parametrize(
+    ("start", "rest"),
+    [
+        (b"", b"GET /x HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000),
+        (
+            b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 10000\r\n\r\n",
+            b" " * 10_000,
+        ),
+    ],
+    ids=["headers", "bodies"],
+)
+def test_five_hundred_slow_clients_end_in_time_and_stop_nobody(start: bytes, rest: bytes) -> None:
     async def ask(port: int) -> None:
         loop = asyncio.get_running_loop()
         slow = [await connect(port) for _ in range(NUM_SLOW)]
 
         async def drip(connection: socket.socket) -> bytes:
-            line = b"GET /x HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000
-            for byte in line:
+            await loop.sock_sendall(connection, start)
+            for byte in rest:
                 try:
                     await loop.sock_sendall(connection, bytes([byte]))
                 except OSError:

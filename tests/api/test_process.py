@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_long_prompts_do_not_stop_the_others(shared: FrontendProcess, size: int)
             slowest = max(slowest, time.monotonic() - started)
         assert [future.result() for future in futures] == [400] * 8
     assert slowest < 1.0  # the bound asked for is 0.2 s; this machine may be shared
+
+
+def test_it_takes_as_many_descriptors_as_it_may() -> None:
+    """A shell's usual limit is less than a full queue of clients."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        frontend = FrontendProcess()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        frontend.ready()
+        soft, hard = resource.prlimit(frontend.process.pid, resource.RLIMIT_NOFILE)
+        assert soft == (min(65536, hard) if hard != resource.RLIM_INFINITY else 65536)
+    finally:
+        frontend.close()
 
 
 def test_nothing_stays_open_after_a_burst(shared: FrontendProcess) -> None:
