@@ -28,11 +28,12 @@ class Row:
     seed: int
     pauses: list[float] = field(default_factory=list)
     num_rounds: int = 0
+    notes: list[str] = field(default_factory=list)  # more lines of the report
 
-    def rounds(self, in_table: int) -> range:
-        """A share of the table's rounds, two at least."""
+    def rounds(self, in_table: int, at_least: int = 2) -> range:
+        """A share of the table's rounds, but so many at least."""
         scale = float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))
-        self.num_rounds = max(2, round(in_table * scale))
+        self.num_rounds = max(at_least, round(in_table * scale))
         return range(self.num_rounds)
 
 
@@ -49,6 +50,7 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
         line += f", {len(row.pauses)} pauses p50 {share(row.pauses, 0.5):.2f} s,"
         line += f" p95 {share(row.pauses, 0.95):.2f} s, max {max(row.pauses):.2f} s"
     LINES.append(line)
+    LINES.extend(f"  {note}" for note in row.notes)
 
 
 def share(values: list[float], part: float) -> float:

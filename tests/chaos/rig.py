@@ -139,6 +139,8 @@ class Rig:
     def _check_metrics(self) -> None:
         def is_quiet() -> dict[str, float] | None:
             now = self.metrics()
+            if "num_requests_running" not in now:  # core has told this frontend nothing yet
+                return None
             is_empty = now["num_requests_running"] == now["num_requests_waiting"] == 0
             return now if is_empty and now["num_free_kv_blocks"] == now["num_kv_blocks"] else None
 

@@ -177,9 +177,10 @@ SIGNALS = [signal.SIGKILL, signal.SIGTERM]
 
 def test_planned_restarts(row: Row, chaos: Rig) -> None:
     """Nothing is lost, nothing is counted against --max-restarts, and the pause is told."""
-    for number in row.rounds(9):
+    names = ("worker 0", "core", "frontend")
+    for number in row.rounds(9, at_least=len(names)):
         chance = random.Random(row.seed + number)
-        name = ("worker 0", "core", "frontend")[number % 3]
+        name = names[number % len(names)]
         before = chaos.settled()
         pid = chaos.pid(name)
         with chaos.load(chance, arrivals_per_s=0.0, num_tokens=NUM_TOKENS // 2) as load:

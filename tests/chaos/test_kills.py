@@ -12,6 +12,7 @@ import pytest
 from chaos.cases import Case, Texts
 from chaos.client import BadAnswer, Client
 from chaos.conftest import Row, share
+from chaos.health import HealthWatch
 from chaos.load import Load, Ride, complaints
 from chaos.rig import RESIDENTS, Rig, rig
 from process.server import Server, is_running, served, wait_for
@@ -53,9 +54,11 @@ def test_killed_workers(row: Row, texts: Texts, cases: list[Case]) -> None:
             before = chaos.settled()
             victim = f"worker {chance.randrange(2)}"
             with chaos.load(chance) as load:
-                at = chaos.kill(victim, chance.choice(PHASES))
-                after = chaos.wait_recovered(before)
+                with HealthWatch(chaos.url) as watch:
+                    at = chaos.kill(victim, chance.choice(PHASES))
+                    after = chaos.wait_recovered(before)
                 chaos.judge(load, at)
+            watch.judge()
             assert_kept(before, after, {victim})
             chaos.check()
         row.pauses = chaos.pauses
@@ -82,9 +85,11 @@ def test_killed_core(row: Row, texts: Texts, cases: list[Case]) -> None:
             chance = random.Random(row.seed + number)
             before = chaos.settled()
             with chaos.load(chance) as load:
-                at = chaos.kill("core", chance.choice([None, Phase.SERVING]))
-                after = chaos.wait_recovered(before)
+                with HealthWatch(chaos.url) as watch:
+                    at = chaos.kill("core", chance.choice([None, Phase.SERVING]))
+                    after = chaos.wait_recovered(before)
                 chaos.judge(load, at)
+            watch.judge()
             assert_kept(before, after, {"core"})
             chaos.check()
         row.pauses = chaos.pauses
@@ -107,7 +112,7 @@ def test_killed_frontend(row: Row, texts: Texts, cases: list[Case]) -> None:
             assert not [ride for ride in broken if ride.begun > at + 0.1], "a later request failed"
             assert not [r for r in rides if isinstance(r.error, ConnectionRefusedError)]
             assert all(ride.answer.ids == ride.case.ids[: len(ride.answer.ids)] for ride in broken)
-            wait_for("orphans gone", lambda: not chaos.metrics()["num_requests_running"], 1.0)
+            wait_for("orphans gone", partial(has_no_request, chaos), 1.0)
             after = chaos.settled()
             assert after["epoch"] == before["epoch"]
             assert_kept(before, after, {"frontend"})
@@ -122,7 +127,7 @@ def test_stopped(victim: str, in_table: int, row: Row, texts: Texts, cases: list
             chance = random.Random(row.seed + number)
             before = chaos.settled()
             name = f"worker {chance.randrange(2)}" if victim == "worker" else victim
-            with chaos.load(chance) as load:
+            with chaos.load(chance) as load, HealthWatch(chaos.url) as watch:
                 pid = chaos.find_phase(name, chance.choice([Phase.FORWARD, Phase.SERVING]))
                 at = time.monotonic()
                 os.kill(pid, signal.SIGSTOP)
@@ -133,6 +138,8 @@ def test_stopped(victim: str, in_table: int, row: Row, texts: Texts, cases: list
                 else:
                     chaos.wait_recovered(before)
                     chaos.judge(load, at)
+            if victim != "frontend":  # who is stopped answers nobody
+                watch.judge()
             assert_kept(before, chaos.settled(), {name})
             chaos.check()
 
@@ -178,6 +185,11 @@ def test_killed_launcher(row: Row, texts: Texts, cases: list[Case]) -> None:
 
 def is_gone(pid: int) -> bool:
     return not is_running(pid)
+
+
+def has_no_request(chaos: Rig) -> bool:
+    """False also while core has told a new frontend nothing."""
+    return chaos.metrics().get("num_requests_running") == 0
 
 
 def find(server: Server, name: str) -> list[Path]:
