@@ -1,5 +1,7 @@
 """A pool that is short: preemption, bypassing, and blocks shared by prefix."""
 
+import os
+
 import pytest
 from model_check.cases import assert_all_as_expected, assert_empty, make_world
 from model_check.world import World
@@ -8,6 +10,8 @@ from nvserve.core.request import Phase
 from nvserve.protocol.messages import (
     FinishReason,
 )
+
+NUM_SEEDS = max(20, round(200 * float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))))
 
 # -- the pool is short
 
@@ -60,7 +64,7 @@ def test_nobody_takes_the_place_of_a_request_whose_token_is_in_flight() -> None:
 def test_a_resumed_request_hits_its_own_blocks_and_counts_right() -> None:
     """Sixteen requests of 40 + 60 tokens with a shared prefix in a pool for one and a half."""
     preempted = 0
-    for seed in range(5):
+    for seed in range(NUM_SEEDS):
         world = make_world(
             num_blocks=12, block_size=16, max_model_len=128, max_num_batched_tokens=64
         )

@@ -14,7 +14,7 @@ from surface.asking import Asker
 from surface.test_reports import ids_of
 
 from nvserve.frontend.client import Client
-from nvserve.frontend.client_session import Result
+from nvserve.frontend.client_session import RequestError, Result
 
 BLOCK = 16
 
@@ -22,7 +22,7 @@ BLOCK = 16
 # -- A24 -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33, 47, 48, 49])
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 32, 47, 48, 49])
 def test_a24_copies_of_one_prompt_at_once_and_over_zmq(asker: Asker, num_tokens: int) -> None:
     prompt = [90 + (num_tokens * 31 + index * 17) % 900 for index in range(num_tokens)]
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -97,6 +97,35 @@ def _wait_metric(asker: Asker, name: str, value: float) -> None:
     deadline = time.monotonic() + 30
     while asker.metrics()[name] != value:
         assert time.monotonic() < deadline, f"{name} is never {value}"
+
+
+# -- a full queue ----------------------------------------------------------------------------------
+
+
+def test_who_finds_the_queue_full_is_told_when_it_will_be_served() -> None:
+    """Two slots, a quarter of a second each: the twenty who wait are served in 2.5 seconds."""
+    server = Server.launch(
+        *("--device", "sim", "--sim-step-ms", "5", "--spares", "0", "--zmq-port", "0"),
+        *("--max-num-seqs", "2", "--max-queued-requests", "20"),
+    )
+    with served(server):
+        asker = Asker(server, server.wait_ready())
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 50, "ignore_eos": True}
+        with (
+            concurrent.futures.ThreadPoolExecutor(22) as pool,
+            Client(asker.zmq_endpoint) as client,
+        ):
+            asked = [pool.submit(asker.complete, **body) for _ in range(22)]
+            while sum(one.done() for one in asked) < 8:  # by now the pace is known
+                concurrent.futures.wait([one for one in asked if not one.done()], 1)
+            last = [client.submit(**body) for _ in range(20)][-1]
+            with pytest.raises(RequestError) as caught:
+                client.result(last, limit_s=60)
+            assert asker.post("/v1/completions", body)[0] == 429
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        assert caught.value.retry_after_s is not None
+        assert 1 < caught.value.retry_after_s < 20
+        asker.check_alive()
 
 
 # -- A29 -------------------------------------------------------------------------------------------
