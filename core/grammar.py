@@ -5,6 +5,7 @@ ones. `GrammarCompiler.compile` is called in helper threads (CompileQueue). Know
 """
 
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -34,6 +35,7 @@ CACHE_ENTRIES: Final = 64  # compiled grammars, and refusals; up to a few MB eac
 GIVE_UP_S: Final = 60.0  # no grammar within the limits takes a hundredth of it
 MAX_REASON_CHARS: Final = 400  # of the compiler's message, which quotes the grammar
 
+_QUOTE: Final = re.compile(r"\n\s*\d+ \| ")  # where lines of the grammar follow, ours among them
 _STACK_LOCK: Final = threading.Lock()
 
 
@@ -215,7 +217,7 @@ def _reason(error: str) -> str:
         return "no text can match it"
     if "panic" in error:
         return "is too large for the compiler"
-    return f"is not valid: {_shortened(error)}"
+    return f"is not valid: {_shortened(_QUOTE.split(error)[0])}"
 
 
 def _shortened(error: str) -> str:

@@ -85,15 +85,23 @@ class ChatTemplate:
     ) -> str:
         """The prompt text; a 400 when the template refuses or cannot render the messages."""
         chat = [self._adapt(message) for message in messages]
+        given = {
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
         try:
-            pieces = self._template.generate(
-                messages=chat,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-            return _joined_in_time(pieces)
+            try:
+                return _joined_in_time(self._template.generate(messages=chat, **given))
+            except (
+                TypeError,
+                jinja2.UndefinedError,
+            ):  # a turn of calls has no content: not even ""
+                if all(message.get("content") is not None for message in chat):
+                    raise
+                filled = [message | {"content": message.get("content") or ""} for message in chat]
+                return _joined_in_time(self._template.generate(messages=filled, **given))
         except ApiError:
             raise
         except _Refusal as error:

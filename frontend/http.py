@@ -271,6 +271,10 @@ class _Api:
         self._service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None and body.add_special_tokens:
+            raise invalid("add_special_tokens", "the chat template writes them itself")
+        if body.messages is None and body.add_generation_prompt is not None:
+            raise invalid("add_generation_prompt", "needs messages")
         if body.messages is not None:
             tokens = await self._tokenizer.encode_chat(
                 plain_messages(body.messages),

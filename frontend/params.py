@@ -4,6 +4,7 @@ The same for HTTP and ZMQ: defaults from the model's generation config, ranges f
 protocol.sampling, room from the context length. Every violation is a 400 naming the field.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,7 @@ MAX_SALT_CHARS: Final = 256
 MAX_PRIORITY: Final = 2**31 - 1
 MAX_TIMEOUT_S: Final = 86400.0
 SEED_MASK: Final = 2**63 - 1
+_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +204,9 @@ def _allowed(ids: list[int] | None) -> list[int]:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    """Keys as ids. Only plain decimal digits count: int() would also take `" 5"` and `"1_0"`."""
+    """Keys as ids. Only plain numbers count: int() would also take `" 5"`, `"1_0"` and `"05"`."""
     for key in bias:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        if not _ID.fullmatch(key):
             raise invalid("logit_bias", "keys must be token ids")
     return {int(key): value for key, value in bias.items()}
 

@@ -197,3 +197,17 @@ def test_many_messages_are_rendered_beside_the_loop(folder: Path) -> None:
     expected = tokenizer.fast.encode(text, add_special_tokens=False).ids
     assert asyncio.run(tokenizer.encode_chat(turns)) == expected
     tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content + '.' }}{% endfor %}",
+        "{% for m in messages %}{% if 'x' in m.content %}{% endif %}{{ m.content }}.{% endfor %}",
+        "{% for m in messages %}{{ m.content.strip() }}.{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim if m.content is not none }}.{% endfor %}",
+    ],
+)
+def test_a_turn_of_calls_without_content_is_rendered_by_any_template(source: str) -> None:
+    turns = [*USER, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert render(source, turns) == "hi.."

@@ -71,6 +71,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("logit_bias", {"-1": 5}),
     ("logit_bias", {"abc": 5}),
     ("logit_bias", {"1_0": 5}),
+    ("logit_bias", {"05": 5}),
+    ("logit_bias", {"5": 1, " 5": 2}),
     ("logit_bias", {"5": 1e30}),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {str(i): 1 for i in range(2000)}),
@@ -226,12 +228,6 @@ def test_bad_chats(shared: FrontendProcess, change: dict[str, Any], param: str) 
     assert_400(shared, CHAT, {"messages": HI} | change, param)
 
 
-def test_a_template_that_cannot_render_is_the_clients_error(shared: FrontendProcess) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert_400(shared, CHAT, {"messages": [*HI, turn]}, "messages")
-
-
 @pytest.mark.parametrize(
     "raw",
     [
@@ -314,6 +310,27 @@ def test_the_context_length_is_exact(
 def test_the_default_of_max_tokens_is_cut_to_the_room_left(shared: FrontendProcess) -> None:
     _, answer = shared.post(COMPLETIONS, {"prompt": [5] * 505})
     assert answer["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": HI}, "prompt"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "x", "other": 1}, "other"),
+    ],
+    ids=str,
+)
+def test_bad_bodies_to_tokenize(shared: FrontendProcess, body: Any, param: str) -> None:
+    assert_400(shared, "/tokenize", body, param)
+
+
+def test_ids_to_detokenize_are_bounded(shared: FrontendProcess) -> None:
+    for tokens in ([-1], [1024], [2**70], [5] * 513):
+        assert_400(shared, "/detokenize", {"tokens": tokens}, "tokens")
+    assert shared.post("/detokenize", {"tokens": [5] * 512})[0] == 200
 
 
 def test_a_wrong_model_is_a_404(shared: FrontendProcess) -> None:

@@ -101,9 +101,11 @@ def test_a13_a_model_without_a_template_serves_completions(
 
 
 def strict_template(model: Path) -> None:
+    """One that knows neither tools nor turns without content."""
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if loop.index0 % 2 != (m.role == 'assistant') | int %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content + '!' }}{% endfor %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content + '!' }}"
+        "{% if m.name %}{{ m.name.first.last }}{% endif %}{% endfor %}"
     )
 
 
@@ -112,7 +114,12 @@ def test_a13_what_a_template_refuses_or_cannot_render_is_told(tmp_path: Path) ->
     with serving(tmp_path, strict_template) as frontend:
         twice = check_refused(frontend, CHAT, {"messages": HI * 2}, "messages")
         assert "refused by the chat template: roles must alternate" in twice
-        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-        broken = check_refused(frontend, CHAT, {"messages": [*HI, turn]}, "messages")
+        broken = check_refused(frontend, CHAT, {"messages": [HI[0] | {"name": "a"}]}, "messages")
         assert broken == "messages: the chat template cannot render these messages"
+        for content in ({"content": None}, {}):
+            turns = [*HI, {"role": "assistant", "tool_calls": [call], **content}]
+            status, answer = frontend.post("/tokenize", {"messages": turns})
+            assert status == 200, answer
+            _, text = frontend.post("/detokenize", {"tokens": answer["tokens"]})
+            assert text["prompt"] == "hi!!"
         assert frontend.post(CHAT, {"messages": HI, "max_tokens": 1})[0] == 200

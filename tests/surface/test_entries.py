@@ -593,6 +593,8 @@ def test_a11_what_is_not_the_clients_to_choose(target: Asker, dealer: Dealer) ->
 
 
 TURN = {"role": "user", "content": "hi"}
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 SHAPES: list[tuple[list[Any], str | None]] = [
     ([TURN | {"content": None}], "messages[0].content"),
     ([TURN | {"content": []}], "messages[0].content"),
@@ -610,6 +612,8 @@ SHAPES: list[tuple[list[Any], str | None]] = [
     ([{"role": "system", "content": "a"}, TURN], None),
     ([TURN | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}]}], None),
     ([TURN, {"role": "assistant", "content": "a"}], None),
+    ([TURN, CALLING], None),
+    ([TURN, CALLING, {"role": "tool", "content": "a", "tool_call_id": "1"}], None),
 ]
 
 
