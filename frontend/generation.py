@@ -69,6 +69,7 @@ class Choice:
     __slots__ = (
         "_ends",
         "_generation",
+        "_is_begun",
         "_stop",
         "_tokens_out",
         "cached",
@@ -95,6 +96,7 @@ class Choice:
         self._tokens_out = 0
         self.index: Final = index
         self.num_prompt_tokens: Final = len(prompt)
+        self._is_begun = False
         self.cached = 0
         self.seed = 0
         self.entry: Entry | None = None
@@ -139,7 +141,8 @@ class Choice:
         if finish > FinishReason.LENGTH:
             self._generation.fail(_failure_of(finish, self._generation.plan.grammar))
             return
-        self.cached = cached
+        if not self._is_begun:  # a core that replays has another cache
+            self._is_begun, self.cached = True, cached
         scores = None
         if emit is not None and emit.prompt_logprobs is not None and self.scores is not None:
             scores = self.scores.take(emit.prompt_logprobs)

@@ -100,6 +100,16 @@ def test_eos_ends_the_text_and_counts_as_a_token() -> None:
     run(test)
 
 
+def test_cached_tokens_are_those_of_the_first_core() -> None:
+    async def test(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        (choice,) = start(generation, deltas)
+        choice.on_tokens(ids_of("king"), NONE, 16, None)
+        choice.on_tokens(ids_of(" king"), LENGTH, 0, None)  # of a core that began it again
+        assert choice.cached == 16
+
+    run(test)
+
+
 def test_a_stop_token_shows_only_when_asked_for() -> None:
     word = ids_of(" king")
 
