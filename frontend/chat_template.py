@@ -94,10 +94,8 @@ class ChatTemplate:
         try:
             try:
                 return _joined_in_time(self._template.generate(messages=chat, **given))
-            except (
-                TypeError,
-                jinja2.UndefinedError,
-            ):  # a turn of calls has no content: not even ""
+            except (TypeError, jinja2.UndefinedError):
+                # Of None, perhaps: a turn of calls has no content.
                 if all(message.get("content") is not None for message in chat):
                     raise
                 filled = [message | {"content": message.get("content") or ""} for message in chat]
