@@ -3,7 +3,6 @@
 All deciding is there; here is all the doing. Imports no torch and touches no request.
 """
 
-import dataclasses
 import selectors
 import signal
 import socket
@@ -11,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -20,9 +19,7 @@ from nvserve.protocol.codec import BadFrame
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import (
     EpochReady,
-    FaultKind,
     FromChild,
-    Inject,
     Progress,
     Ready,
     Role,
@@ -30,7 +27,6 @@ from nvserve.protocol.control import (
     StartEpoch,
     State,
 )
-from nvserve.protocol.progress import Snapshot
 from nvserve.scripts import listener
 from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
 from nvserve.scripts.children import PROGRAMS, Child, Programs
@@ -40,7 +36,9 @@ from nvserve.scripts.display import Display
 from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
+from nvserve.scripts.injection import Injection
 from nvserve.scripts.launch_dir import LaunchDir
+from nvserve.scripts.launch_status import describe_launch
 from nvserve.scripts.oom import OomWatch
 from nvserve.scripts.recovery import Limits, Recovery
 from nvserve.scripts.startup import StartTimes, describe_start
@@ -49,7 +47,6 @@ PAGE_PERIOD_S: Final = 0.25  # between readings of the progress pages
 OVERSLEPT_S: Final = 1.0  # a longer turn of the loop: we were stopped ourselves
 SILENT_S: Final = 1.0  # from here on it is worth asking /proc
 LAST_REAP_S: Final = 5.0  # at the very end, for each child
-IMMEDIATE: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.STOP: signal.SIGSTOP}
 MAX_ACCIDENTS: Final = 5  # told in a crash report
 
 
@@ -84,8 +81,7 @@ class Supervisor:
         self._last_tick = self._begun
         self._end: End | None = None
         self._is_announced = False
-        self._poisons: Final[dict[str, Inject]] = {}  # by process name
-        self._poisoned: Final[set[int]] = set()  # pids that have theirs
+        self._injection: Final = Injection(is_allowed=config.enable_faults)
         self._pruned_for: frozenset[ChildId] = frozenset()
 
     def run(self) -> ExitCode:
@@ -230,7 +226,7 @@ class Supervisor:
                     child = self._children[child_id]
                     if isinstance(message, StartEpoch) and message.rank >= 0:
                         child.name = f"worker {message.rank}"
-                        self._poison(child)
+                        self._injection.arm(child)
                     child.send(message)  # one that does not read is dead or will be found hung
                 case Kill(child_id, wants_stacks):
                     self._children[child_id].kill(wants_stacks=wants_stacks)
@@ -254,7 +250,7 @@ class Supervisor:
         )
         child = Child(child_id, name, setup, self._programs)
         self._children[child_id] = child
-        self._poison(child)
+        self._injection.arm(child)
         callbacks: list[tuple[int, Callable[[Child], None]]] = [
             (child.control.fileno(), self._hear),
             (child.output, self._show),
@@ -262,13 +258,6 @@ class Supervisor:
         ]
         for fd, callback in callbacks:
             self._selector.register(fd, selectors.EVENT_READ, lambda c=callback: c(child))
-
-    def _poison(self, child: Child) -> None:
-        """Arm a new life with the fault that a request brings upon its kind."""
-        poison = self._poisons.get(child.name)
-        if poison is not None and child.pid not in self._poisoned:
-            self._poisoned.add(child.pid)
-            child.send(poison)
 
     def _note(self, text: str, accident: ChildId | None) -> None:
         self._display.note(text, is_urgent=accident is not None)
@@ -280,6 +269,7 @@ class Supervisor:
     def _forget(self, child: Child) -> None:
         for fd in (child.control.fileno(), child.output, child.pidfd):
             self._unregister(fd)
+        self._injection.forget(child)
         child.close()
         del self._children[child.id]
 
@@ -305,11 +295,16 @@ class Supervisor:
         """One request on the launch directory's control socket."""
         match request:
             case {"command": "status"}:
-                return self._status()
+                return describe_launch(
+                    self.policy,
+                    self._children.values(),
+                    url=listener.url(self._http),
+                    model=self.config.model,
+                )
             case {"command": "restart", "name": str(name)}:
                 return self._restart(name)
             case {"command": "fault", "name": str(name), "fault": list(fault)}:
-                return self._inject(name, fault)
+                return self._injection.inject(self._children.values(), name, fault)
         return {"error": f"unknown command {request.get('command')!r}"}
 
     def _restart(self, name: str) -> Reply:
@@ -319,54 +314,6 @@ class Supervisor:
             return {"error": f"{name!r} cannot be restarted now: the server is {state}"}
         self._execute(actions)
         return {"number": number}
-
-    def _inject(self, name: str, fault: list[Any]) -> Reply:
-        """Have a child misbehave: a kill or stop without a point at once, else as it is armed."""
-        if not self.config.enable_faults:
-            return {"error": "launch with --enable-faults to allow faults"}
-        child = next((one for one in self._children.values() if one.name == name), None)
-        if child is None:
-            return {"error": f"there is no process {name!r}"}
-        try:
-            order = msgspec.convert(fault, Inject)
-        except msgspec.ValidationError as error:
-            return {"error": f"no such fault: {error}"}
-        if order.token >= 0:  # a poisonous request stays so, whatever life of the process runs it
-            self._poisons[name] = order
-        number = IMMEDIATE.get(order.kind)
-        if number is not None and not order.phase:
-            child.signal(number)
-        elif not child.send(order):
-            return {"error": f"{name} does not read its orders"}
-        self._poisoned.add(child.pid)
-        return {"pid": child.pid}
-
-    def _status(self) -> Reply:
-        members = self.policy.members
-        planned = self.policy.planned.last
-        return {
-            "state": self.policy.state.value,
-            "reason": self.policy.reason,
-            "url": listener.url(self._http),
-            "model": self.config.model,
-            "epoch": self.policy.formation.epoch,
-            "num_kv_blocks": self.policy.formation.num_kv_blocks,
-            "restarts": {role.value: count for role, count in self.policy.restarts.items()},
-            "recovery_seconds": self.policy.formation.recovery_seconds,
-            "last_planned": None if planned is None else dataclasses.asdict(planned),
-            "processes": [
-                {
-                    "name": child.name,
-                    "role": child.id.role.value,
-                    "life": child.id.life,
-                    "pid": child.pid,
-                    "rank": members[child.id].rank,
-                    "is_ready": members[child.id].is_ready,
-                    "page": describe_page(child.page()),
-                }
-                for child in self._children.values()
-            ],
-        }
 
     def _clean_up(self) -> None:
         """Kill and reap what is left, also after an error of our own."""
@@ -389,11 +336,6 @@ class Supervisor:
             for line in write_report(end.code, end.reason, list(self._accidents)):
                 self._display.error(line)
         return end.code
-
-
-def describe_page(page: Snapshot | None) -> dict[str, object] | None:
-    """A progress page for the status, its phase by name."""
-    return None if page is None else page._asdict() | {"phase": page.phase.name.lower()}
 
 
 def limits_of(config: Config) -> Limits:
