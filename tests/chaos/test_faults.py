@@ -110,7 +110,7 @@ def test_a_search_outlives_core(row: Row, chaos: Rig) -> None:
     token = rare_tokens(chaos.cases)[1]  # nobody else is armed with it
     nvserve(chaos, "fault", "crash", "worker 0", "--token", str(token), "--step", "-1")
     body = {"model": "demo", "prompt": [token, 5, 6], "max_tokens": 8, "temperature": 0}
-    for number in row.rounds(5):
+    for number in row.rounds(5, at_least=1):
         chance = random.Random(row.seed + number)
         before = chaos.settled()["restarts"]
         with chaos.load(
