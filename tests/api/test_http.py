@@ -258,6 +258,29 @@ def test_a_request_that_core_ends_is_an_error_in_both_forms(
     assert caught.value.code == code
 
 
+def test_a_grammar_that_cannot_go_on_is_the_clients_error(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    core.finish_with = FinishReason.GRAMMAR
+    for fields, param in (
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        got, answer = frontend.post("/v1/completions", {"prompt": "x", **fields})
+        assert (got, answer["error"]["code"]) == (400, "grammar_error")
+        assert answer["error"]["param"] == param
+        with (
+            openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client,
+            pytest.raises(openai.APIError) as caught,
+        ):
+            list(
+                client.completions.create(
+                    model=MODEL_NAME, prompt="x", stream=True, extra_body=fields
+                )
+            )
+        assert (caught.value.code, caught.value.param) == ("grammar_error", param)
+
+
 def test_health_and_ready_tell_the_launchers_state(frontend: FrontendProcess) -> None:
     frontend.wait_connected()
     assert json.loads(frontend.get("/health")[1]) == {"status": "ok", "reason": ""}
