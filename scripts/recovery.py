@@ -18,7 +18,6 @@ from nvserve.protocol.control import (
     Failed,
     FromChild,
     Held,
-    Peers,
     Progress,
     Ready,
     Role,
@@ -26,22 +25,23 @@ from nvserve.protocol.control import (
     State,
 )
 from nvserve.scripts.actions import Action, Member
+from nvserve.scripts.announcements import Announcements
+from nvserve.scripts.broken_epoch import BrokenEpoch
+from nvserve.scripts.death_count import DeathCount
 from nvserve.scripts.ending import Ending, Step
 from nvserve.scripts.exit_codes import LOST, ExitCode
 from nvserve.scripts.formation import Formation, Stage, names
 from nvserve.scripts.hangs import ChildId, Observation, describe, find_culprits, find_silent
 from nvserve.scripts.household import Household
-from nvserve.scripts.ladder import Intensity, Rung
+from nvserve.scripts.ladder import Rung
 from nvserve.scripts.planned import PlannedRestarts
 from nvserve.scripts.stalls import StallWatch
 
-SETTLE_S: Final = 0.1  # a broken epoch waits so long for the death that explains it
 ANSWER_SHARE: Final = 0.4  # of hang_timeout_s: time for a survivor to answer a new epoch, ...
 MIN_ANSWER_S: Final = 2.0  # ... at least
 FRONTEND_START_LIMIT_S: Final = 60.0
 MAX_SPARE_DELAY_S: Final = 60.0
 STALL_SLACK_S: Final = 0.5  # beyond hang_timeout_s: a hang, which names its culprit, is found first
-MAX_SEARCH_DEATHS: Final = 40  # that one search for poisonous requests may cost uncounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,13 @@ class Recovery:
             num_kv_blocks=limits.num_kv_blocks,
             answer_limit_s=max(MIN_ANSWER_S, ANSWER_SHARE * limits.hang_timeout_s),
         )
-        self._intensity: Final = Intensity(limits.max_restarts, limits.restart_window_s)
-        self._peers: Peers | None = None  # last sent
-        self._published: tuple[ChildId, Condition] | None = None
+        self._deaths: Final = DeathCount(limits.max_restarts, limits.restart_window_s)
+        self._announcements: Final = Announcements(self._house)
         self._watch_since = 0.0  # silence before does not count
-        self._broken: tuple[Member, EpochBroken] | None = None  # and no death explains it yet
-        self._settled_at = 0.0
+        self._broken: Final = BrokenEpoch()
         self._spare_due = 0.0
         self._num_spare_deaths = 0  # since one was used
         self._stalls: Final = StallWatch()
-        self._searchers: set[ChildId] = set()  # processes that have requests on trial
-        self._num_search_deaths = 0
-        self._is_core_blamed = False  # its last death may be its requests' fault
         self._ending: Final = Ending(self._house)
         self.planned: Final = PlannedRestarts(self._house, limits.shutdown_timeout_s)
 
@@ -101,7 +96,7 @@ class Recovery:
         """The condition of the whole server."""
         if self._ending.step is not Step.NONE:
             return State.DRAINING if self._ending.code is ExitCode.OK else State.FAILED
-        is_serving = self.formation.stage is Stage.SERVING and self._broken is None
+        is_serving = self.formation.stage is Stage.SERVING and not self._broken.is_known
         if is_serving and self._house.is_ready(Role.FRONTEND):
             return State.READY
         return State.RECOVERING if self.was_ready else State.LOADING
@@ -111,9 +106,12 @@ class Recovery:
         deadline = self._ending.deadline
         if self._ending.is_final:
             return deadline
-        if self._broken is not None:
-            deadline = min(deadline, self._settled_at)
-        return min(deadline, self.planned.deadline, self.formation.next_deadline())
+        return min(
+            deadline,
+            self._broken.deadline,
+            self.planned.deadline,
+            self.formation.next_deadline(),
+        )
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -131,7 +129,7 @@ class Recovery:
         `is_crash`: nobody outside did it, so that requests may be the cause.
         """
         member = self.members.pop(child)
-        self._searchers.discard(child)
+        self._deaths.forget(child)
         if self._ending.is_final:
             self._ending.bury(member, now)
         elif member.is_spare:
@@ -163,20 +161,17 @@ class Recovery:
                 member.is_ready = True
                 if member.is_spare:
                     self._num_spare_deaths = 0
-                self._introduce()
+                self._announcements.introduce()
                 self.formation.resume(now)
             case EpochReady():
                 complaint = self.formation.join(member, message, now)
                 if complaint is not None:
                     self._suspect(now, [member], complaint)
             case EpochBroken():
-                if message.epoch == self.formation.epoch and self._broken is None:
-                    self._broken = (member, message)
-                    self._settled_at = now + SETTLE_S
+                if message.epoch == self.formation.epoch:
+                    self._broken.note(member, message, now)
             case Searching(num_suspects):
-                self._searchers.discard(child)
-                if num_suspects:
-                    self._searchers.add(child)
+                self._deaths.note_search(child, num_suspects)
             case Held():
                 self._restart_quiet(Role.CORE, now)
             case Failed(text):
@@ -265,7 +260,7 @@ class Recovery:
     def _blame(self, member: Member, *, is_crash: bool) -> None:
         """Have the requests suspected of a crash: core's by the frontend, a worker's by core."""
         if member.child.role is Role.CORE:
-            self._is_core_blamed |= is_crash
+            self._announcements.is_core_blamed |= is_crash
         elif member.is_worker:
             self.formation.is_blamed |= is_crash
 
@@ -288,7 +283,7 @@ class Recovery:
         limit_s = self.limits.hang_timeout_s + STALL_SLACK_S
         if not self._stalls.is_stalled(observations, now, limit_s) or self._ending.is_final:
             return
-        if self.formation.stage is not Stage.SERVING or self._broken is not None:
+        if self.formation.stage is not Stage.SERVING or self._broken.is_known:
             return
         text = f"epoch {self.formation.epoch} has not moved for {limit_s:g} s: a message was lost"
         self._house.note(text)
@@ -296,20 +291,12 @@ class Recovery:
             self._renew(now, text)
 
     def _count(self, role: Role, now: float, text: str, *, is_crash: bool = False) -> bool:
-        """Count an unplanned death; False when the launch ends by it.
-
-        A crash while requests are on trial is part of the search, and not counted.
-        """
+        """Count an unplanned death; False when the launch ends by it."""
         self.reason = text
         if not self.was_ready:
             self._give_up(now, ExitCode.START_FAILED, text)
             return False
-        if is_crash and self._searchers and self._num_search_deaths < MAX_SEARCH_DEATHS:
-            self._num_search_deaths += 1
-            return True
-        if not self._searchers:
-            self._num_search_deaths = 0
-        if self._intensity.count(now):
+        if self._deaths.count(now, is_crash=is_crash):
             return True
         most, window_s = self.limits.max_restarts, self.limits.restart_window_s
         text = f"more than {most} unplanned deaths within {window_s:g} s; last: {text}"
@@ -324,7 +311,7 @@ class Recovery:
         at_least: Rung = Rung.REPLACE,
     ) -> None:
         """End the epoch and form the next one, or give up at the ladder's end."""
-        self._broken = None
+        self._broken.clear()
         self._watch_since = now  # who waited for the dead one was silent as well
         self.reason = text
         if not self.was_ready:
@@ -347,15 +334,12 @@ class Recovery:
             self._give_up(now, ExitCode.START_FAILED, text)
 
     def _settle(self, now: float) -> None:
-        """A broken epoch that no death explained: a survivor notices a lost peer before we do."""
-        if self._broken is None or now < self._settled_at or self._ending.is_final:
+        """A broken epoch that no death explained."""
+        report = None if self._ending.is_final else self._broken.take(now)
+        if report is None or report.message.epoch != self.formation.epoch:
             return
-        member, message = self._broken
-        self._broken = None
-        if message.epoch != self.formation.epoch:
-            return
+        message, text = report.message, report.text
         named = [worker for worker in self._house.ranked() if worker.rank == message.rank]
-        text = f"{member.name}: epoch {message.epoch}, step {message.step}: {message.reason}"
         is_crash = bool(message.suspects)  # core blames them by itself
         if named:
             self._house.note(text, accident=named[0])
@@ -428,18 +412,6 @@ class Recovery:
         self.reason = text
         self._ending.give_up(now, code, text)
 
-    def _introduce(self) -> None:
-        """Name the present lives to frontend and core once both are there."""
-        frontend, core = self._house.find(Role.FRONTEND), self._house.find(Role.CORE)
-        if frontend is None or core is None or not (frontend.is_ready and core.is_ready):
-            return
-        peers = Peers(frontend.child.life, core.child.life, self._is_core_blamed)
-        if not _are_same(peers, self._peers):
-            self._peers = peers
-            self._is_core_blamed = False
-            self._house.send(frontend, peers)
-            self._house.send(core, peers)
-
     def _conclude(self, now: float) -> list[Action]:
         """The actions of this event, with the new condition for the frontend where it changed."""
         state = self.state
@@ -447,9 +419,8 @@ class Recovery:
             self.was_ready = True
             self.reason = ""
             self.planned.note_ready(now)
-        frontend = self._house.find(Role.FRONTEND)
-        if frontend is not None:
-            condition = Condition(
+        self._announcements.publish(
+            Condition(
                 state,
                 self._ending.reason or self.reason,
                 worker_restarts_total=self.restarts[Role.WORKER],
@@ -457,14 +428,5 @@ class Recovery:
                 frontend_restarts_total=self.restarts[Role.FRONTEND],
                 recovery_seconds=self.formation.recovery_seconds,
             )
-            if (frontend.child, condition) != self._published:
-                self._published = (frontend.child, condition)
-                self._house.send(frontend, condition)
+        )
         return self._house.take()
-
-
-def _are_same(peers: Peers, other: Peers | None) -> bool:
-    """The same two lives."""
-    if other is None:
-        return False
-    return (peers.frontend_life, peers.core_life) == (other.frontend_life, other.core_life)

@@ -1,0 +1,54 @@
+"""An epoch that a process says is broken, until a death explains it or the time for that is over.
+
+A survivor notices a lost peer before the launcher does. Pure, like recovery.py, which drives it.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from nvserve.protocol.control import EpochBroken
+from nvserve.scripts.actions import Member
+
+SETTLE_S: Final = 0.1  # so long a broken epoch waits for the death that explains it
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Who says so, and what."""
+
+    member: Member
+    message: EpochBroken
+
+    @property
+    def text(self) -> str:
+        message = self.message
+        return f"{self.member.name}: epoch {message.epoch}, step {message.step}: {message.reason}"
+
+
+class BrokenEpoch:
+    """At most one report: the first of its epoch."""
+
+    def __init__(self) -> None:
+        self.deadline = float("inf")  # when `take` returns it
+        self._report: Report | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._report is not None
+
+    def note(self, member: Member, message: EpochBroken, now: float) -> None:
+        if self._report is None:
+            self._report = Report(member, message)
+            self.deadline = now + SETTLE_S
+
+    def clear(self) -> None:
+        """A death explains it."""
+        self._report, self.deadline = None, float("inf")
+
+    def take(self, now: float) -> Report | None:
+        """The report that no death has explained in time, once."""
+        if now < self.deadline:
+            return None
+        report = self._report
+        self.clear()
+        return report
