@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from surface.asking import Asker
+from surface.test_structured import NO_BLANKS
 
 from nvserve.scripts.model_facts import DEMO_MODEL
 
@@ -104,22 +105,41 @@ def test_curl_as_the_launcher_prints_it(asker: Asker) -> None:
 LANGCHAIN = """
 import json, sys
 from langchain_openai import ChatOpenAI
-chat = ChatOpenAI(model="demo", base_url=sys.argv[1], api_key="none", temperature=0, max_tokens=5)
+from pydantic import BaseModel, Field
+
+class Person(BaseModel):
+    name: str = Field(pattern="^[a-z]{2,8}$")
+    age: int = Field(ge=1, le=99)
+
+def greet(word: str) -> str:
+    '''Says a word.'''
+    return word
+
+bias = json.loads(sys.argv[2])
+server = dict(model="demo", base_url=sys.argv[1], api_key="none")
+chat = ChatOpenAI(**server, temperature=0, max_tokens=5)
 whole = chat.invoke("Who goes there?")
 streamed = "".join(chunk.content for chunk in chat.stream("Who goes there?"))
 usage = whole.usage_metadata
-print(json.dumps([whole.content, streamed, usage["output_tokens"]]))
+forced = ChatOpenAI(**server, temperature=0.7, seed=3, max_tokens=300, logit_bias=bias)
+person = forced.with_structured_output(Person, method="json_schema").invoke("Who goes there?")
+calling = forced.bind_tools([greet], tool_choice="greet").invoke("Who goes there?")
+[call] = calling.tool_calls
+print(json.dumps([whole.content, streamed, usage["output_tokens"], person.age, call]))
 """
 
 
 def test_langchain_openai(asker: Asker) -> None:
     pytest.importorskip("langchain_openai")
-    answer = run_python(LANGCHAIN, f"{asker.url}/v1")
-    whole, streamed, num_tokens = answer
+    answer = run_python(LANGCHAIN, f"{asker.url}/v1", json.dumps(NO_BLANKS))
+    whole, streamed, num_tokens, age, call = answer
     assert whole == streamed
     assert num_tokens <= 5
     expected = asker.chat("Who goes there?", temperature=0, max_tokens=5)
     assert whole == expected["choices"][0]["message"]["content"]
+    assert 1 <= age <= 99
+    assert call["name"] == "greet"
+    assert isinstance(call["args"]["word"], str)
 
 
 def run_python(program: str, *arguments: str) -> Any:
