@@ -392,7 +392,7 @@ def test_a08_logprobs_over_the_limit(target: Asker, dealer: Dealer) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         bad: list[Case] = [({name: count}, name) for count in counts]
         legal: list[Case] = [({name: count}, None) for count in (0, 20)]
-        cases = bad + (legal if name == "logprobs" else [])
+        cases: list[Case] = bad + (legal if name == "logprobs" else [])
         streamable = {"prompt": "x", "max_tokens": 2}
         if name == "logprobs":
             try_over_http(target, COMPLETIONS, streamable, cases)
@@ -401,10 +401,10 @@ def test_a08_logprobs_over_the_limit(target: Asker, dealer: Dealer) -> None:
         try_over_zmq(target, dealer, {"prompt": "x"}, with_params(bad + legal))
     top = "top_logprobs"
     base = {"messages": HI, "max_tokens": 2}
-    cases = [({"logprobs": True, top: count}, top) for count in counts]
-    cases += [({"logprobs": True, top: count}, None) for count in (0, 20)]
-    cases += [({top: 2}, top), ({"logprobs": False, top: 2}, top), ({"logprobs": 5}, "logprobs")]
-    try_over_http(target, CHAT, base, cases)
+    tops: list[Case] = [({"logprobs": True, top: count}, top) for count in counts]
+    tops += [({"logprobs": True, top: count}, None) for count in (0, 20)]
+    tops += [({top: 2}, top), ({"logprobs": False, top: 2}, top), ({"logprobs": 5}, "logprobs")]
+    try_over_http(target, CHAT, base, tops)
 
 
 def test_a08_zero_reports_the_chosen_token_alone(target: Asker) -> None:

@@ -133,12 +133,14 @@ def worst_waits(asker: Asker, path: bytes, huge: bytes) -> tuple[float, float]:
 @pytest.mark.parametrize("door", HUGE)
 def test_a12_prompts_of_five_megabytes_stall_nobody(asker: Asker, door: str) -> None:
     """In one round of a few: what the server does is done in each, what else runs here is not."""
-    for _ in range(NUM_ROUNDS):
-        gap_s, health_s = worst_waits(asker, *HUGE[door])
+    waits: list[tuple[float, float]] = []
+    while len(waits) < NUM_ROUNDS:
+        waits.append(worst_waits(asker, *HUGE[door]))
+        gap_s, health_s = waits[-1]
         if gap_s < 0.5 and health_s < 0.2:
             break
-    assert gap_s < 0.5
-    assert health_s < 0.2
+    else:
+        pytest.fail(f"longest token gap and wait for /health, by round: {waits}")
     asker.check_alive()
 
 
