@@ -34,16 +34,12 @@ LOG2E: Final = 1.4426950408889634
 
 
 class DecodeShape(NamedTuple):
-    """How a decode launch is cut: keys of a tile, warps, pipeline stages, programs per SM.
-
-    A program takes min_share tiles or more: short contexts then need no combining.
-    """
+    """How a decode launch is cut: keys of a tile, warps, pipeline stages, programs per SM."""
 
     tile: int
     warps: int
     stages: int
     programs_per_sm: int
-    min_share: int = 1
 
 
 @jit_general("num_requests", "num_counters", "num_programs")
@@ -57,7 +53,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     REQUESTS: tl.constexpr,  # num_requests padded to a power of two
     PROGRAMS: tl.constexpr,  # decode programs that one program here plans
-    MIN_SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # No start_next: what follows starts after this kernel's end, so that decode kernels may read
@@ -70,7 +65,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     units = tl.where(in_rows, tl.maximum(tl.cdiv(lengths, TILE), 1), 0)
     ends = tl.cumsum(units, axis=0)
     total = tl.sum(units)
-    share = tl.maximum(tl.cdiv(total * NUM_KV_HEADS, num_programs), MIN_SHARE)
+    share = tl.cdiv(total * NUM_KV_HEADS, num_programs)
     if tl.program_id(0) == 0:
         tl.store(plan_ptr, 0)
         tl.store(plan_ptr + 1 + rows, ends, mask=in_rows)
@@ -151,7 +146,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,  # HEAD_DIM padded to a power of two
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -162,7 +156,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     # Nothing that runs between the plan's kernel and this one writes what is read before the wait.
     units = tl.load(plan_ptr + num_requests)
     request = tl.load(plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1) + program)
-    share = tl.maximum(tl.cdiv(units * NUM_KV_HEADS, tl.num_programs(0)), MIN_SHARE)
+    share = tl.cdiv(units * NUM_KV_HEADS, tl.num_programs(0))
     unit = program * share
     end = tl.minimum(unit + share, units * NUM_KV_HEADS)
     head = unit // units
@@ -270,7 +264,6 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, shape: DecodeShape) -
         TILE=shape.tile,
         REQUESTS=requests,
         PROGRAMS=16,
-        MIN_SHARE=shape.min_share,
         num_warps=4,
         **launch_options(seq_lens.device),
     )
@@ -319,7 +312,6 @@ def decode(
         DIM=max(16, triton.next_power_of_2(head_dim)),
         TILE=shape.tile,
         STAGES=shape.stages,
-        MIN_SHARE=shape.min_share,
         num_warps=shape.warps,
         **launch_options(q.device),
     )
