@@ -340,6 +340,7 @@ class ModelOutput(Message, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # by chunk
     forward_ms: float = 0.0
+    launch_ms: float = 0.0  # of the host; 0 where the host computes the step itself
 
     def __post_init__(self) -> None:
         _require_ids("tokens", self.tokens)

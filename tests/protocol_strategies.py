@@ -184,6 +184,7 @@ FROM_WORKER: st.SearchStrategy[FromWorker] = st.one_of(
         checksum=st.integers(0, 2**32 - 1),
         logprobs=st.none() | logprobs(),
         forward_ms=TIME,
+        launch_ms=TIME,
     ),
     st.builds(StepDone, LIFE, NATURAL, LIFE, st.integers(0, 2**32 - 1)),
     st.builds(StepFailed, LIFE, NATURAL, LIFE, st.text(max_size=20)),
