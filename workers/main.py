@@ -164,7 +164,7 @@ class EpochServer:
             self._moved_s = time.monotonic()
 
     def _finish(self, launched: Launched) -> None:
-        """Report a step that is done: rank 0 its tokens, the others a checksum of theirs."""
+        """Report a step that is done."""
         try:
             result = launched.pending.result()
         except Exception as error:
@@ -172,21 +172,7 @@ class EpochServer:
             return
         self._moved_s = time.monotonic()
         self._child.page.beat(Phase.SENDING)
-        self._send(self._answer(launched.step, result))
-
-    def _answer(self, step: int, result: StepResult) -> msgspec.Struct:
-        checksum = zlib.crc32(result.tokens)
-        if self._rank != 0:
-            return StepDone(self._epoch, step, self._rank, checksum)
-        return ModelOutput(
-            self._epoch,
-            step,
-            result.tokens,
-            checksum=checksum,
-            logprobs=result.logprobs,
-            prompt_logprobs=result.prompt_logprobs,
-            forward_ms=result.forward_ms,
-        )
+        self._send(answer(result, epoch=self._epoch, step=launched.step, rank=self._rank))
 
     def _fail(self, step: int, error: Exception) -> None:
         """The epoch is over on this rank. The process edge: any exception ends up here."""
@@ -215,6 +201,23 @@ class EpochServer:
         """Send what the socket takes; the rest waits for the next turn of the loop."""
         while self._unsent and self._outbox.send(self._unsent[0]):
             self._unsent.popleft()
+
+
+def answer(result: StepResult, *, epoch: int, step: int, rank: int) -> ModelOutput | StepDone:
+    """What core gets of a step: rank 0's tokens, a checksum of theirs from the others."""
+    checksum = zlib.crc32(result.tokens)
+    if rank != 0:
+        return StepDone(epoch, step, rank, checksum)
+    return ModelOutput(
+        epoch,
+        step,
+        result.tokens,
+        checksum=checksum,
+        logprobs=result.logprobs,
+        prompt_logprobs=result.prompt_logprobs,
+        forward_ms=result.forward_ms,
+        launch_ms=result.launch_ms,
+    )
 
 
 def receive_start(child: Child, timeout_s: float = 0.0) -> StartEpoch | None:

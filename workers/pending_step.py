@@ -60,6 +60,7 @@ class PendingStep:
             None if self._logprobs is None else self._logprobs.message(),
             None if scores is None else [None if s is None else s.message() for s in scores],
             self._stopwatch.elapsed_ms(),
+            self._stopwatch.launch_ms(),
         )
 
 
@@ -93,6 +94,13 @@ class Stopwatch:
     def elapsed_ms(self) -> float:
         if self._events is not None:
             return float(self._events[0].elapsed_time(self._events[1]))
+        return self._host_ms()
+
+    def launch_ms(self) -> float:
+        """What the host did for it: the delta, the replay of a graph; 0 on a CPU: all of it is host."""
+        return self._host_ms() if self._events is not None else 0.0
+
+    def _host_ms(self) -> float:
         return (self._ended_s - self._began_s) * 1000
 
 

@@ -37,6 +37,7 @@ class StepResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # by chunk
     forward_ms: float = 0.0
+    launch_ms: float = 0.0  # of the host; 0 where the host computes the step itself
 
 
 class Pending(Protocol):
