@@ -97,7 +97,7 @@ class Stopwatch:
         return self._host_ms()
 
     def launch_ms(self) -> float:
-        """What the host did for it: the delta, the replay of a graph; 0 on a CPU: all of it is host."""
+        """What the host did for it: delta, replay of a graph; 0 on a CPU, where all is host."""
         return self._host_ms() if self._events is not None else 0.0
 
     def _host_ms(self) -> float:
