@@ -1,28 +1,24 @@
 """The frontend's side of core: submits requests, hands their new tokens out, survives core's death.
 
-Owns the journal and the two sockets of the present life of core. Everything runs on the event loop
-and nothing here waits: an unsendable frame is kept and retried. Knows ids; never text.
+Owns the journal and the listeners; the sockets are its link's. Knows ids; never text.
 """
 
-import asyncio
 import logging
 import random
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, assert_never
 
 import msgspec
 import zmq
 
+from nvserve.frontend.core_link import CoreLink
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.journal import Entry, Gap, Journal, Standing
 from nvserve.frontend.pace import Pace
 from nvserve.frontend.quarantine import Quarantine
 from nvserve.frontend.resync import compare
-from nvserve.protocol.channel import Inbox, Outbox, core_to_frontend, frontend_to_core
-from nvserve.protocol.codec import BadFrame, decode_to_frontend, encode
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import Peers
 from nvserve.protocol.messages import (
@@ -45,8 +41,6 @@ from nvserve.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES_AT_ONCE: Final = 64  # read before other callbacks get their turn
-RETRY_S: Final = 0.005  # between attempts to send what core had no room for
 DRAINING_RETRY_AFTER_S: Final = 5.0
 
 _STATUS_OF: Final = {
@@ -97,11 +91,8 @@ class Engine:
         context: "zmq.Context[zmq.Socket[bytes]]",
     ) -> None:
         self.life: Final = life
-        self.core_life = -1
-        self.is_connected = False  # core's Hello has arrived
         self.stats: CoreStats | None = None
         self.journal: Final = Journal()
-        self.num_dropped = 0  # frames and emits of no use: malformed, late, of an older life
         self.num_gaps = 0
         self.num_replays = 0
         self.on_search: Callable[[int], object] = int  # told how many requests are suspected
@@ -109,16 +100,21 @@ class Engine:
         self._pace: Final = Pace()
         self._max_queued: Final = config.max_queued_requests
         self._timeout_s: Final = config.request_timeout_s
-        self._launch_dir: Final = launch_dir
-        self._context: Final = context
+        self._link: Final = CoreLink(context, launch_dir, life, self._take)
+        self._num_late = 0  # answers to what had ended
         self._listeners: dict[int, Listener] = {}
         self._counter = 0
         self._random: Final = random.Random(f"{config.seed} {life}")
-        self._inbox: Inbox | None = None
-        self._inbox_fd = -1
-        self._outbox: Outbox | None = None
-        self._unsent: deque[bytes] = deque()
-        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Core's Hello has arrived."""
+        return self._link.is_connected
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages of no use: malformed, late, of an older life."""
+        return self._link.num_dropped + self._num_late
 
     # -- requests in -----------------------------------------------------------------------------
 
@@ -143,7 +139,7 @@ class Engine:
         While core answers, its own limit decides; this one holds when it is down or silent.
         `timeout_s` replaces the configured time a request may take, 0 lifts it.
         """
-        if max(self.journal.num_unanswered, len(self._unsent)) >= self._max_queued:
+        if max(self.journal.num_unanswered, self._link.num_unsent) >= self._max_queued:
             raise ApiError(
                 429,
                 f"{self._max_queued} requests are waiting already",
@@ -172,12 +168,12 @@ class Engine:
     def abort(self, entry: Entry) -> None:
         """Forget a request and have core free it; no call follows. Harmless when it has ended."""
         if self._forget(entry) and entry.standing is not Standing.QUEUED:
-            self._send(Abort(self.life, self.core_life, [entry.request_id]))
+            self._link.send(Abort(self.life, self._link.core_life, [entry.request_id]))
 
     def finish(self, entry: Entry) -> None:
         """As `abort`, for a request whose text reached a stop string."""
         if self._forget(entry) and entry.standing is not Standing.QUEUED:
-            self._send(Finish(self.life, self.core_life, [entry.request_id]))
+            self._link.send(Finish(self.life, self._link.core_life, [entry.request_id]))
 
     def _next_id(self) -> int:
         self._counter += 1
@@ -193,49 +189,26 @@ class Engine:
         entry.standing = Standing.SENT
         entry.sent_s = time.time()
         self.num_replays += entry.was_accepted
-        self._send(entry.submit(self.life, self.core_life))
+        self._link.send(entry.submit(self.life, self._link.core_life))
 
     # -- the lives of core -----------------------------------------------------------------------
 
     def connect(self, peers: Peers) -> None:
         """Open the sockets of a new life of core; its Hello then starts every request anew."""
-        if peers.frontend_life != self.life or peers.core_life == self.core_life:
+        if peers.frontend_life != self.life or peers.core_life == self._link.core_life:
             return
         held = [entry for entry in self.journal if entry.standing is not Standing.QUEUED]
         self.close()
         if peers.is_blamed:
             self._accuse(held)
-        self.core_life = peers.core_life
-        lives = (self._launch_dir, self.life, self.core_life)
-        self._inbox = Inbox(self._context, core_to_frontend(*lives))
-        self._outbox = Outbox(self._context, frontend_to_core(*lives))
-        self._send(Hello(self.life))
-        loop = asyncio.get_running_loop()
-        self._inbox_fd = int(self._inbox.socket.getsockopt(zmq.FD))
-        loop.add_reader(self._inbox_fd, self._drain)
-        loop.call_soon(self._drain)
+        self._link.open(peers.core_life)
 
     def close(self) -> None:
         """Close the sockets; journalled requests wait for the next life."""
-        self.is_connected = False
-        self._unsent.clear()
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        if self._inbox is not None:
-            asyncio.get_running_loop().remove_reader(self._inbox_fd)
-            self._inbox.close()
-            self._inbox = None
-        if self._outbox is not None:
-            self._outbox.close()
-            self._outbox = None
+        self._link.close()
         self.journal.requeue_all()
 
     def _on_hello(self, message: Hello) -> None:
-        if message.life != self.core_life or self.is_connected:
-            self.num_dropped += 1
-            return
-        self.is_connected = True
         self._quarantine.open_trial()
         entries = [entry for entry in self.journal if self._quarantine.admits(entry)]
         logger.info("core life %d is connected, %d requests go to it", message.life, len(entries))
@@ -267,51 +240,12 @@ class Engine:
             if entry.standing is Standing.QUEUED and self._quarantine.admits(entry):
                 self._send_submit(entry)
 
-    # -- frames ----------------------------------------------------------------------------------
+    # -- answers of core -------------------------------------------------------------------------
 
-    def _send(self, message: msgspec.Struct) -> None:
-        frame = encode(message)
-        if self._outbox is None:
-            return  # the next life starts from the journal
-        if self._unsent or not self._outbox.send(frame):
-            self._unsent.append(frame)
-            self._retry_later()
-
-    def _retry_later(self) -> None:
-        if self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
-
-    def _send_unsent(self) -> None:
-        self._retry = None
-        while self._unsent and self._outbox is not None:
-            if not self._outbox.send(self._unsent[0]):
-                self._retry_later()
-                return
-            self._unsent.popleft()
-
-    def _drain(self) -> None:
-        """Read what core sent. The descriptor signals edges: stop only when nothing is left."""
-        for _ in range(MAX_FRAMES_AT_ONCE):
-            frame = self._inbox.receive() if self._inbox is not None else None
-            if frame is None:
-                return
-            try:
-                message = decode_to_frontend(frame)
-            except BadFrame as error:
-                self.num_dropped += 1
-                logger.error("dropped a frame of core: %s", error)
-                continue
-            self._dispatch(message)
-        asyncio.get_running_loop().call_soon(self._drain)
-
-    def _dispatch(self, message: ToFrontend) -> None:
-        if isinstance(message, Hello):
-            self._on_hello(message)
-            return
-        if message.core_life != self.core_life or message.frontend_life != self.life:
-            self.num_dropped += 1
-            return
+    def _take(self, message: ToFrontend) -> None:
         match message:
+            case Hello():
+                self._on_hello(message)
             case Emits():
                 self._on_emits(message)
             case Accepted():
@@ -347,18 +281,16 @@ class Engine:
             self._send_submit(entry)
         if found.accepted:
             self.num_gaps += 1
-            self._on_accepted(Accepted(self.core_life, self.life, found.accepted))
+            self._on_accepted(Accepted(self._link.core_life, self.life, found.accepted))
         if found.orphans:
-            self._send(Abort(self.life, self.core_life, found.orphans))
-
-    # -- answers of core -------------------------------------------------------------------------
+            self._link.send(Abort(self.life, self._link.core_life, found.orphans))
 
     def _on_accepted(self, message: Accepted) -> None:
         for request_id in message.request_ids:
             known = self.journal.get(request_id)
             is_first = known is not None and not known.was_accepted
             if self.journal.accept(request_id) is None:
-                self.num_dropped += 1
+                self._num_late += 1
             elif is_first:
                 self._listeners[request_id].on_accepted()
 
@@ -367,7 +299,7 @@ class Engine:
         listener = self._listeners.pop(message.request_id, None)
         self._review()
         if entry is None or listener is None:
-            self.num_dropped += 1
+            self._num_late += 1
             return
         listener.on_refused(
             ApiError(
@@ -408,7 +340,7 @@ class Engine:
                 self._restart(request_id, gap)
             else:
                 if fresh is None:
-                    self.num_dropped += 1
+                    self._num_late += 1
                 else:
                     self._hand_out(message, row, fresh, count - len(fresh))
             start = end
@@ -438,7 +370,7 @@ class Engine:
         """Emits were lost: have core forget the request and submit it again from the journal."""
         self.num_gaps += 1
         logger.error("%s; submitting it again", gap)
-        self._send(Abort(self.life, self.core_life, [request_id]))
+        self._link.send(Abort(self.life, self._link.core_life, [request_id]))
         entry = self.journal.reissue(request_id, self._next_id())
         assert entry is not None, f"request {request_id} has a gap, so it is in the journal"
         self._listeners[entry.request_id] = self._listeners.pop(request_id)
