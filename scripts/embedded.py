@@ -4,6 +4,7 @@ The kernel kills the launcher when the thread that started it ends (and its chil
 keeper thread starts it, reads what it prints, and lives as long as it does.
 """
 
+import enum
 import os
 import re
 import signal
@@ -40,17 +41,27 @@ class Announcement:
     start_s: float = 0.0  # from starting the command to its ready line
 
 
-class EmbeddedLaunch:
-    """One launcher process with its ZMQ door open on a free loopback port."""
+class Words(enum.Enum):
+    """Where the lines go that the launcher writes to its standard error."""
 
-    def __init__(self, flags: list[str], *, api_key: str, is_verbose: bool = False) -> None:
+    KEPT = "kept"  # the last ones, for `last_words`
+    COPIED = "copied"  # kept, and written to this program's standard error too
+    SHOWN = "shown"  # straight to this program's standard error, a terminal's bar among them
+
+
+class EmbeddedLaunch:
+    """One launcher process on a free loopback port; with an API key, also a ZMQ door on another."""
+
+    def __init__(self, flags: list[str], *, api_key: str = "", words: Words = Words.KEPT) -> None:
         self.announcement: Final = Announcement()
         self._flags: Final = flags
         self._api_key: Final = api_key
-        self._is_verbose: Final = is_verbose
+        self._words: Final = words
         self._tail: Final[deque[str]] = deque(maxlen=MAX_TAIL)
         self._process: subprocess.Popen[str] | None = None
         self._failure: OSError | None = None
+        self._is_ready = False
+        self._has_begun: Final = threading.Event()  # the process is there, or the failure
         self._is_ready_or_over: Final = threading.Event()
         self._keeper: Final = threading.Thread(
             target=self._keep, name="nvserve launch", daemon=True
@@ -62,12 +73,17 @@ class EmbeddedLaunch:
     def is_running(self) -> bool:
         return self._keeper.is_alive()
 
+    @property
+    def exit_code(self) -> int | None:
+        """The launcher's exit status once it has ended."""
+        return self._process.poll() if self._process is not None else None
+
     def wait_ready(self, limit_s: float) -> Announcement:
         """Until the server is ready; LaunchFailed when it ends before, or is too late."""
         if not self._is_ready_or_over.wait(limit_s):
             self.stop()
             raise LaunchFailed(f"not ready within {limit_s:g} s\n{self.last_words()}")
-        if not self.announcement.zmq_endpoint:
+        if not self._is_ready:
             self._keeper.join(DEAD_LIMIT_S)
             raise LaunchFailed(self.last_words())
         return self.announcement
@@ -76,7 +92,7 @@ class EmbeddedLaunch:
         """Its own account of its end, or its last lines if it has given none."""
         if self._failure is not None:
             return f"cannot start Python: {self._failure}"
-        code = self._process.poll() if self._process is not None else None
+        code = self.exit_code
         ending = "" if code is None else f"nvserve launch ended with exit status {code}\n"
         lines = list(self._tail)
         accounts = [place for place, line in enumerate(lines) if line.startswith(ACCOUNTS)]
@@ -84,9 +100,9 @@ class EmbeddedLaunch:
 
     def stop(self) -> None:
         """End it and wait until it is gone; harmless when it is."""
+        self._has_begun.wait(DEAD_LIMIT_S)
         process = self._process
         if process is None:
-            self._keeper.join(DEAD_LIMIT_S)
             return
         for number, limit_s in ((signal.SIGTERM, STOP_LIMIT_S), (signal.SIGKILL, DEAD_LIMIT_S)):
             if self._keeper.is_alive():
@@ -101,6 +117,8 @@ class EmbeddedLaunch:
             self._failure = error
             self._is_ready_or_over.set()
             return
+        finally:
+            self._has_begun.set()
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
@@ -109,25 +127,28 @@ class EmbeddedLaunch:
         self._is_ready_or_over.set()
 
     def _start(self) -> "subprocess.Popen[str]":
-        door = ["--port", "0", "--zmq-port", "0", "--parent-pid", str(os.getpid())]
+        door = ["--zmq-port", "0"] if self._api_key else []
+        ours = ["--port", "0", *door, "--parent-pid", str(os.getpid())]
+        key = {API_KEY_VARIABLE: self._api_key} if self._api_key else {}
         return subprocess.Popen(
-            python_child.command("-m", "nvserve", "launch", *door, *self._flags),
+            python_child.command("-m", "nvserve", "launch", *ours, *self._flags),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # one pipe: the lines keep their order
+            # With one pipe for both the lines keep their order.
+            stderr=None if self._words is Words.SHOWN else subprocess.STDOUT,
             text=True,
             errors="replace",
             process_group=0,  # a terminal's Ctrl-C is for the program alone
-            env=python_child.environment() | {API_KEY_VARIABLE: self._api_key},
+            env=python_child.environment() | key,
         )
 
     def _hear(self, line: str) -> None:
         self._tail.append(line)
-        if self._is_verbose:
+        if self._words is Words.COPIED:
             print(line, file=sys.stderr, flush=True)
-        told = self.announcement
-        if told.zmq_endpoint:
+        if self._is_ready:
             return
+        told = self.announcement
         if ready := READY_LINE.match(line):
             told.url = ready.group(1)
             told.start_s = time.monotonic() - self._begun_s
@@ -135,4 +156,6 @@ class EmbeddedLaunch:
             told.details.append(line)
         if door := ZMQ_LINE.match(line):
             told.zmq_endpoint = door.group(1)
+        self._is_ready = bool(told.zmq_endpoint if self._api_key else told.url)
+        if self._is_ready:
             self._is_ready_or_over.set()

@@ -27,7 +27,7 @@ from nvserve.frontend.client import Client, ServerGone
 from nvserve.frontend.client_session import Request
 from nvserve.frontend.params import derive_seed
 from nvserve.protocol.client_messages import ClientParams, TokenLogprob
-from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed
+from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
 from nvserve.scripts.model_facts import DEMO_MODEL
 
 MAX_OPEN: Final = 1000  # requests at the server at once; below what one connection may have open
@@ -126,7 +126,8 @@ class LLM:
         arguments += ["--enforce-eager"] if enforce_eager else []
         arguments += [] if enable_prefix_caching else ["--no-enable-prefix-caching"]
         api_key = secrets.token_hex(16)  # other users of this machine can reach the port
-        self._launch: Final = EmbeddedLaunch(arguments, api_key=api_key, is_verbose=is_verbose)
+        words = Words.COPIED if is_verbose else Words.KEPT
+        self._launch: Final = EmbeddedLaunch(arguments, api_key=api_key, words=words)
         self._finalizer: Final = weakref.finalize(self, self._launch.stop)
         self.announcement: Final = self._launch.wait_ready(start_limit_s)
         self.client: Final = Client(self.announcement.zmq_endpoint, api_key=api_key)

@@ -17,7 +17,7 @@ from nvserve.frontend.client_session import RequestError
 from nvserve.scripts import llm as llm_module
 from nvserve.scripts import python_child
 from nvserve.scripts.bench.cpu_time import child_pids
-from nvserve.scripts.embedded import LaunchFailed
+from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed
 
 DEMO = Path(nvserve.__path__[0]) / "scripts" / "demo_model"
 WAIT_S = 60.0
@@ -107,6 +107,15 @@ def test_a_parameter_of_an_unknown_name_is_a_type_error() -> None:
 def test_a_model_that_is_not_there_is_told_in_the_launchers_words() -> None:
     with pytest.raises(LaunchFailed, match="/no/such/model: no such folder"):
         LLM("/no/such/model")
+
+
+def test_a_launch_that_is_stopped_as_it_begins_is_gone() -> None:
+    launch = EmbeddedLaunch(["--device", "sim"])
+    launch.stop()
+    assert not launch.is_running
+    assert launch.exit_code is not None
+    with pytest.raises(LaunchFailed, match=f"exit status {launch.exit_code}"):
+        launch.wait_ready(WAIT_S)
 
 
 # -- end to end ------------------------------------------------------------------------------------
