@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from nvserve.scripts.bench import floors
+from nvserve.scripts.bench import floors, own_process
 from nvserve.scripts.bench.model_shapes import (
     SHAPES,
     ModelShape,
@@ -82,5 +82,5 @@ def test_without_a_gpu_there_is_no_floor_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(floors.NoFloor, match="no CUDA device"):
+    with pytest.raises(own_process.NotMeasured, match="no CUDA device"):
         floors.measure_floors(SHAPES["qwen3-0.6b"], [1], context=8)

@@ -12,8 +12,11 @@ from nvserve.protocol.config import Config, ModelFacts
 from nvserve.scripts import embedded, python_child
 from nvserve.scripts.bench.engine import format_table, parse_numbers
 from nvserve.scripts.bench.floors import Floors, StepFloor
-from nvserve.scripts.bench.latency import LINES, latency, rig_figures
+from nvserve.scripts.bench.latency import FURTHER, PARTS, latency, rig_figures
+from nvserve.scripts.bench.model_shapes import SHAPES
+from nvserve.scripts.bench.own_process import NotMeasured
 from nvserve.scripts.bench.rig import StepTimes
+from nvserve.scripts.bench.sampling_tail import measure_sampling
 from nvserve.scripts.bench.startup import parse_details, startup
 from nvserve.scripts.bench.throughput import add_floors, parse_output_lens, throughput
 from nvserve.scripts.startup import StartTimes, describe_start
@@ -21,14 +24,17 @@ from nvserve.scripts.startup import StartTimes, describe_start
 SMALL = ["--device", "cpu", "--num-kv-blocks", "200", "--max-num-seqs", "8"]
 
 
-def step(forward_ms: float, answer_ms: float, interval_ms: float) -> StepTimes:
+def step(
+    device_ms: float, answer_ms: float, interval_ms: float, launch_ms: float = 0.0
+) -> StepTimes:
     return StepTimes(
         plan_ms=0.25,
         send_ms=0.5,
         answer_ms=answer_ms,
         commit_ms=0.125,
         emit_ms=0.0625,
-        forward_ms=forward_ms,
+        device_ms=device_ms,
+        launch_ms=launch_ms,
         interval_ms=interval_ms,
     )
 
@@ -64,19 +70,38 @@ def test_the_lines_of_a_start_are_understood() -> None:
 
 def test_the_parts_of_a_step_are_medians_of_the_right_runs() -> None:
     single = [step(4.0, 6.0, 9.0), step(4.0, 6.5, 9.0), step(4.0, 99.0, 9.0)]
-    overlapped = [step(5.0, 8.0, 5.5)] * 3
-    figures = rig_figures(single=single, overlapped=overlapped)
+    overlapped = [step(5.0, 8.0, 5.5, launch_ms) for launch_ms in (0.75, 0.25, 9.0)]
+    figures = rig_figures(single=single, overlapped=overlapped, sampling_ms=1.5)
     assert figures == {
         "scheduler": 0.375,
         "message": 0.5,
+        "graph launch": 0.75,
+        "forward": 3.5,
         "emit": 0.0625,
         "exchange": 2.5,
-        "forward": 5.0,
         "step, core": 5.5,
         "idle": 0.5,
     }
-    assert set(figures) <= set(LINES)
-    assert set(rig_figures(single=[], overlapped=[]).values()) == {None}
+    assert set(figures) <= set(PARTS | FURTHER)
+    empty = rig_figures(single=[], overlapped=[], sampling_ms=1.5)
+    assert set(empty.values()) == {None}
+
+
+def test_where_the_host_is_the_device_nothing_is_launched() -> None:
+    steps = [step(5.0, 8.0, 5.5)] * 3
+    figures = rig_figures(single=steps, overlapped=steps, sampling_ms=1.5)
+    assert figures["graph launch"] is None
+
+
+def test_forward_is_the_whole_step_of_a_device_that_does_not_sample() -> None:
+    steps = [step(5.0, 8.0, 5.5)] * 3
+    figures = rig_figures(single=steps, overlapped=steps, sampling_ms=None)
+    assert figures["forward"] == 5.0
+
+
+def test_a_tail_that_cannot_be_measured_is_told_with_its_reason() -> None:
+    with pytest.raises(NotMeasured, match="no CUDA device"):
+        measure_sampling(SHAPES["qwen3-0.6b"], [1], device="cuda", dtype="bfloat16")
 
 
 def test_a_step_is_divided_by_its_own_floor() -> None:
@@ -151,12 +176,25 @@ def test_throughput_measures_mix_and_steps_of_the_demo_model(tmp_path: Path) -> 
 def test_latency_takes_the_step_of_the_demo_model_apart(tmp_path: Path) -> None:
     flags = ["--batches", "1,3", "--context", "8", "--output-len", "24"]
     result = run_json(latency, tmp_path / "r.json", *flags)
+    dashes = {"graph launch", "floor", "total / floor"}  # of any CPU
     for figures in result["batches"].values():
-        assert set(figures) == set(LINES)
-        assert figures["floor"] is None
-        assert 0 < figures["forward"] <= figures["step, client"] * 3
-        assert figures["scheduler"] > 0
-        assert figures["exchange"] > 0
+        assert figures.keys() == {**PARTS, **FURTHER}.keys()
+        assert {line for line, ms in figures.items() if ms is None} == dashes
+        for line in ("scheduler", "message", "sampling", "total", "exchange"):
+            assert figures[line] > 0, line
+        assert figures["forward"] >= 0  # a difference of two measurements
+
+
+def test_latency_prints_the_parts_of_a_step_in_their_order() -> None:
+    flags = ["--device", "sim", "--batches", "2", "--context", "4", "--output-len", "16"]
+    run = CliRunner().invoke(latency, [*SMALL, *flags, "--no-floor"])
+    assert run.exit_code == 0, run.output
+    lines = [line.split("  ")[0] for line in run.output.splitlines()]
+    begin = lines.index("scheduler")
+    assert lines[begin : begin + 9] == [
+        *("scheduler", "message", "graph launch", "forward", "sampling", "streaming"),
+        *("total", "floor", "total / floor"),
+    ]
 
 
 def test_startup_times_every_round_by_phase(tmp_path: Path) -> None:

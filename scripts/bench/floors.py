@@ -3,25 +3,22 @@
     bytes_ms = (weight bytes + KV bytes) / the rate at which cuBLAS streams big weights at batch 1
     floor_ms = the projections alone, in one CUDA graph, + KV bytes / the copy bandwidth
 
-Runs in a process of its own (`python -m nvserve.scripts.bench.floors SHAPE ...`), which imports
-torch and gives all its memory back before an engine starts. Speeds drift from machine to machine:
-compare the ratios of one run.
+Runs in a process of its own (`python -m nvserve.scripts.bench.floors`). Speeds drift from machine
+to machine: compare the ratios of one run.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from nvserve.scripts import python_child
+from nvserve.scripts.bench import own_process
 from nvserve.scripts.bench.model_shapes import ModelShape
 
 if TYPE_CHECKING:
     import torch
 
-LIMIT_S: Final = 300.0  # of the whole measurement
 NUM_WARM_UPS: Final = 3
 NUM_CALLS: Final = 10
 COPY_BYTES: Final = 4 << 30
@@ -49,30 +46,12 @@ class Floors:
     steps: dict[int, StepFloor]  # by batch
 
 
-class NoFloor(RuntimeError):
-    """The floor cannot be measured here; the message says why."""
-
-
 def measure_floors(
     shape: ModelShape, batches: list[int], *, context: int, tp_size: int = 1
 ) -> Floors:
-    """Floors of one rank's share, measured in a child process; NoFloor without a free GPU."""
+    """Floors of one rank's share; own_process.NotMeasured without a free GPU."""
     asked = {"config": shape.config_json(), "batches": batches, "context": context, "tp": tp_size}
-    try:
-        run = subprocess.run(
-            python_child.command("-m", "nvserve.scripts.bench.floors"),
-            input=json.dumps(asked),
-            env=python_child.environment(),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NoFloor(f"not measured within {LIMIT_S:g} s") from error
-    if run.returncode != 0:
-        lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
-        raise NoFloor(lines[-1])
-    answer = json.loads(run.stdout)
+    answer = own_process.measure("nvserve.scripts.bench.floors", asked)
     steps = {int(batch): StepFloor(**step) for batch, step in answer.pop("steps").items()}
     return Floors(**answer, steps=steps)
 

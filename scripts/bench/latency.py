@@ -1,7 +1,8 @@
 """`nvserve bench latency`: where the time of one decode step goes, beside the GPU's floor.
 
-Three measurements: the GPU's floor; core's loop around real workers with a clock between its parts
-(rig.py); and the whole engine, by what its client sees and by the CPU time of each process.
+Four measurements: the GPU's floor; the sampling tail alone; core's loop around real workers with a
+clock between its parts (rig.py); and the whole engine, by what its client sees and by the CPU time
+of each process.
 """
 
 import statistics
@@ -29,8 +30,10 @@ from nvserve.scripts.bench.engine import (
     started_engine,
     write_result,
 )
-from nvserve.scripts.bench.floors import Floors, NoFloor, measure_floors
+from nvserve.scripts.bench.floors import Floors, measure_floors
+from nvserve.scripts.bench.own_process import NotMeasured
 from nvserve.scripts.bench.rig import Rig, RigFailed, StepTimes
+from nvserve.scripts.bench.sampling_tail import measure_sampling
 from nvserve.scripts.launch import build_config
 
 SPARE_TOKENS: Final = 16  # of the longest request
@@ -39,20 +42,24 @@ NUM_SKIPPED: Final = 4  # steps after the last prompt, while run-ahead fills
 Figures = dict[str, float | None]
 
 # What each line of the table is; the figures are medians over the steps, in milliseconds.
-LINES: Final[dict[str, str]] = {
+PARTS: Final[dict[str, str]] = {
     "scheduler": "plan and commit, in core",
     "message": "encode and send the step, in core",
-    "emit": "encode the new tokens for the frontend, in core",
-    "exchange": "message hop, worker's delta, graph launch, result copy: answer - forward",
-    "forward": "on the device, sampling included: one graph, so the two are not separable",
-    "step, core": "interval of steps with run-ahead, without a frontend",
-    "idle": "of the device with run-ahead: step, core - forward; 0 when all else hides",
-    "frontend CPU": "streaming: CPU time of the frontend a step, beside the GPU's work",
-    "core CPU": "CPU time of core a step",
-    "worker CPU": "CPU time of rank 0 a step, polling for the GPU included",
-    "step, client": "interval of a request's tokens at the client, everything included",
+    "graph launch": "worker's host: delta, replay of the graph; none on a CPU: it is the step",
+    "forward": "the device's time of a step less sampling, which is in the same graph",
+    "sampling": "the plain tail alone, on random logits of this vocabulary and batch",
+    "streaming": "CPU time of the frontend",
+    "total": "interval of a request's tokens at the client; parts overlap: under their sum",
     "floor": "projections in one graph and KV bytes, in the same run",
-    "client / floor": "",
+    "total / floor": "",
+}
+FURTHER: Final[dict[str, str]] = {
+    "emit": "encode the new tokens for the frontend, in core",
+    "exchange": "message hops, result copy and polls for it: answer - device's time, run alone",
+    "step, core": "interval of steps with run-ahead, without a frontend",
+    "idle": "of the device: step, core - forward - sampling; 0 when all else hides",
+    "core CPU": "CPU time of core",
+    "worker CPU": "CPU time of rank 0, polling for the GPU included",
 }
 
 
@@ -71,19 +78,13 @@ def latency(**flags: Any) -> None:
     needed_len = context + output_len + SPARE_TOKENS
     table: dict[int, Figures] = {batch: {} for batch in batches}
     with bench_model(options) as model:
+        config = _config(model, options, needed_len)
         floors = None
         if flags["floor"]:
-            try:
-                floors = measure_floors(
-                    model.shape,
-                    batches,
-                    context=context + output_len // 2,
-                    tp_size=options.tensor_parallel_size,
-                )
-            except NoFloor as reason:
-                click.echo(f"no floor: {reason}")
+            floors = _measure_floors(model, config, batches, context + output_len // 2)
+        for batch, sampling_ms in _measure_sampling(model, config, batches).items():
+            table[batch]["sampling"] = sampling_ms
         draw = _drawer(model, context)
-        config = _config(model, options, needed_len)
         backend = _measure_rig(config, table, draw, output_len)
         with started_engine(model, options, needed_len=needed_len) as engine:
             for batch, figures in table.items():
@@ -100,7 +101,7 @@ def latency(**flags: Any) -> None:
         "context": context,
         "output_len": output_len,
         "unit": "ms",
-        "meaning": LINES,
+        "meaning": PARTS | FURTHER,
         "batches": table,
     }
     write_result(flags["output"], result)
@@ -138,6 +139,36 @@ def _config(model: BenchModel, options: EngineOptions, needed_len: int) -> Confi
 # -- the parts -------------------------------------------------------------------------------------
 
 
+def _measure_floors(
+    model: BenchModel, config: Config, batches: list[int], context: int
+) -> Floors | None:
+    """None where there is no floor, with the reason printed."""
+    try:
+        return measure_floors(model.shape, batches, context=context, tp_size=config.tp_size)
+    except NotMeasured as reason:
+        click.echo(f"no floor: {reason}")
+        return None
+
+
+def _measure_sampling(
+    model: BenchModel, config: Config, batches: list[int]
+) -> dict[int, float | None]:
+    """By batch; None where the device does not sample."""
+    if config.device == "sim":
+        return dict.fromkeys(batches)
+    try:
+        found = measure_sampling(
+            model.shape,
+            batches,
+            device=config.device,
+            dtype=config.dtype,
+            tp_size=config.tp_size,
+        )
+    except NotMeasured as reason:
+        raise BenchError(f"the sampling tail: {reason}") from reason
+    return {**found}
+
+
 def _measure_rig(
     config: Config,
     table: dict[int, Figures],
@@ -158,29 +189,41 @@ def _measure_rig(
                     )[NUM_SKIPPED:]
                     for is_overlapped in (False, True)
                 ]
-                figures |= rig_figures(single=runs[0], overlapped=runs[1])
+                figures |= rig_figures(
+                    single=runs[0], overlapped=runs[1], sampling_ms=figures["sampling"]
+                )
             return rig.attention_backend
     except RigFailed as error:
         raise BenchError(str(error)) from error
 
 
-def rig_figures(*, single: Sequence[StepTimes], overlapped: Sequence[StepTimes]) -> Figures:
-    """Medians from steps that ran alone and steps that ran ahead; None without such steps."""
+def rig_figures(
+    *,
+    single: Sequence[StepTimes],
+    overlapped: Sequence[StepTimes],
+    sampling_ms: float | None,
+) -> Figures:
+    """Medians from steps that ran alone and steps that ran ahead; None without such steps.
+
+    Forward is what sampling leaves of the device's time: all of it where that is unknown.
+    """
 
     def median(steps: Sequence[StepTimes], value: Callable[[StepTimes], float]) -> float | None:
         return statistics.median(map(value, steps)) if steps else None
 
     step_ms = median(overlapped, lambda step: step.interval_ms)
-    forward_ms = median(overlapped, lambda step: step.forward_ms)
-    idle_ms = None
-    if step_ms is not None and forward_ms is not None:
-        idle_ms = max(0.0, step_ms - forward_ms)
+    device_ms = median(overlapped, lambda step: step.device_ms)
+    idle_ms = forward_ms = None
+    if step_ms is not None and device_ms is not None:
+        idle_ms = max(0.0, step_ms - device_ms)
+        forward_ms = max(0.0, device_ms - (sampling_ms or 0.0))
     return {
         "scheduler": median(overlapped, lambda step: step.plan_ms + step.commit_ms),
         "message": median(overlapped, lambda step: step.send_ms),
-        "emit": median(overlapped, lambda step: step.emit_ms),
-        "exchange": median(single, lambda step: step.answer_ms - step.forward_ms),
+        "graph launch": median(overlapped, lambda step: step.launch_ms) or None,
         "forward": forward_ms,
+        "emit": median(overlapped, lambda step: step.emit_ms),
+        "exchange": median(single, lambda step: step.answer_ms - step.device_ms),
         "step, core": step_ms,
         "idle": idle_ms,
     }
@@ -201,25 +244,27 @@ def _measure_engine(engine: Started, prompts: workloads.Prompts, output_len: int
         for name, used_s in full.used.items()
     }
     return {
-        "frontend CPU": cpu_ms.get("frontend"),
+        "streaming": cpu_ms.get("frontend"),
         "core CPU": cpu_ms.get("core"),
         "worker CPU": cpu_ms.get("worker 0"),
-        "step, client": workloads.median_step_ms(full.arrivals_s, NUM_SKIPPED) or None,
+        "total": workloads.median_step_ms(full.arrivals_s, NUM_SKIPPED) or None,
     }
 
 
 def _with_floor(figures: Figures, floors: Floors | None, batch: int) -> Figures:
     if floors is None:
-        return {"floor": None, "client / floor": None}
+        return {"floor": None, "total / floor": None}
     floor_ms = floors.steps[batch].floor_ms
-    step_ms = figures["step, client"]
-    return {"floor": floor_ms, "client / floor": step_ms and step_ms / floor_ms}
+    total_ms = figures["total"]
+    return {"floor": floor_ms, "total / floor": total_ms and total_ms / floor_ms}
 
 
 def _format(name: str, backend: str, table: dict[int, Figures]) -> str:
     heading = f"one decode step of {name}, ms by batch" + (f" ({backend})" if backend else "")
     rows = [
         [line, *(figures[line] for figures in table.values()), meaning]
-        for line, meaning in LINES.items()
+        for line, meaning in (PARTS | FURTHER).items()
     ]
-    return heading + "\n" + format_table(["", *map(str, table), "what it is"], rows)
+    lines = format_table(["", *map(str, table), "what it is"], rows).splitlines()
+    lines.insert(1 + len(PARTS), "")
+    return "\n".join([heading, *lines])

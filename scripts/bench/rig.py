@@ -52,7 +52,8 @@ class StepTimes:
     answer_ms: float  # from there until every rank's answer is in and decoded
     commit_ms: float
     emit_ms: float  # encoding what the frontend gets
-    forward_ms: float  # on the device, as rank 0 measured it
+    device_ms: float  # on the device, sampling included; as rank 0 measured it, like ...
+    launch_ms: float  # ... what the host took to launch it; 0 on a CPU
     interval_ms: float  # since the step before was committed
 
 
@@ -65,7 +66,8 @@ class _Open:
     sent_s: float
     is_pure: bool  # no chunk in it
     num_left: int  # ranks that have not answered
-    forward_ms: float = 0.0
+    device_ms: float = 0.0
+    launch_ms: float = 0.0
 
 
 class Rig:
@@ -243,7 +245,7 @@ class Rig:
             step = self._open[report.step]
             step.num_left -= 1
             if isinstance(report, ModelOutput):
-                step.forward_ms = report.forward_ms
+                step.device_ms, step.launch_ms = report.forward_ms, report.launch_ms
             if step.num_left:
                 continue
             self._replies.flush(_encode)
@@ -259,7 +261,8 @@ class Rig:
                         answer_ms=(received_s - step.sent_s) * 1000,
                         commit_ms=(committed_s - received_s) * 1000,
                         emit_ms=(emitted_s - committed_s) * 1000,
-                        forward_ms=step.forward_ms,
+                        device_ms=step.device_ms,
+                        launch_ms=step.launch_ms,
                         interval_ms=interval_ms,
                     )
                 )

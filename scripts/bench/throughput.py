@@ -24,7 +24,8 @@ from nvserve.scripts.bench.engine import (
     started_engine,
     write_result,
 )
-from nvserve.scripts.bench.floors import Floors, NoFloor, measure_floors
+from nvserve.scripts.bench.floors import Floors, measure_floors
+from nvserve.scripts.bench.own_process import NotMeasured
 
 SPARE_TOKENS: Final = 16  # of the longest request
 
@@ -93,7 +94,7 @@ def find_floors(
         return measure_floors(
             model.shape, batches, context=context, tp_size=options.tensor_parallel_size
         )
-    except NoFloor as reason:
+    except NotMeasured as reason:
         click.echo(f"no floor: {reason}")
         return None
 
