@@ -209,5 +209,6 @@ def test_many_messages_are_rendered_beside_the_loop(folder: Path) -> None:
     ],
 )
 def test_a_turn_of_calls_without_content_is_rendered_by_any_template(source: str) -> None:
-    turns = [*USER, {"role": "assistant", "content": None, "tool_calls": []}]
+    turns: list[dict[str, Any]] = [*USER]
+    turns.append({"role": "assistant", "content": None, "tool_calls": []})
     assert render(source, turns) == "hi.."
