@@ -1,6 +1,9 @@
 """The `nvserve` command: one click group whose sub-commands are imported only when they run."""
 
 import importlib
+import io
+import os
+import sys
 from typing import Final
 
 import click
@@ -84,4 +87,18 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    prepare_streams()
     group(prog_name="nvserve")
+
+
+def prepare_streams() -> None:
+    """Open what the parent has closed of 0, 1 and 2, lest a socket gets such a number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model's text in a terminal of few letters

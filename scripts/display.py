@@ -4,18 +4,27 @@ Lines go to standard error, each with time and process name; the one line that a
 server goes to standard output. A terminal gets a bar that later lines push down.
 """
 
-import sys
 import time
-from typing import Final, TextIO
+from typing import Final, Protocol
 
 BAR_CELLS: Final = 24
 MAX_COLUMNS: Final = 120
 
 
+class Lines(Protocol):
+    """Where it all goes: see outlet.py."""
+
+    def isatty(self) -> bool: ...
+
+    def write(self, text: str, /) -> object: ...
+
+    def announce(self, line: str, /) -> None: ...
+
+
 class Display:
     """Writes for one launch; knows nothing of processes but their names."""
 
-    def __init__(self, lines: TextIO = sys.stderr, *, is_quiet: bool = False) -> None:
+    def __init__(self, lines: Lines, *, is_quiet: bool = False) -> None:
         self._lines: Final = lines
         self._is_quiet: Final = is_quiet  # only the bar, accidents and the end
         self._has_bar: Final = lines.isatty()
@@ -48,7 +57,7 @@ class Display:
     def announce(self, line: str, details: list[str]) -> None:
         """The server is ready: `line` to standard output, details beside it."""
         self.settle()
-        print(line, flush=True)
+        self._lines.announce(line)
         for detail in details if not self._is_quiet else []:
             self._write(detail)
 
@@ -71,11 +80,9 @@ class Display:
         if bar != self._bar:
             self._bar = bar
             self._lines.write(f"\r\x1b[K{bar}")
-            self._lines.flush()
 
     def _write(self, line: str) -> None:
         bar = self._bar
         self._draw("")
         self._lines.write(line + "\n")
-        self._lines.flush()
         self._draw(bar)

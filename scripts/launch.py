@@ -24,6 +24,7 @@ from nvserve.scripts.model_facts import (
     check_split,
     read_model,
 )
+from nvserve.scripts.outlet import Outlet
 from nvserve.scripts.startup import describe_config
 from nvserve.scripts.supervisor import Supervisor
 
@@ -254,13 +255,18 @@ def launch(
         directory = launch_dir.LaunchDir()
     except (listener.ListenError, launch_dir.LaunchDirError) as error:
         raise click.ClickException(str(error)) from error
-    display = Display(is_quiet=quiet)
-    for line in describe_config(config):
-        display.note(line)
-    supervisor = Supervisor(
-        config, http=http, directory=directory, display=display, api_key=api_key
-    )
-    sys.exit(supervisor.run())
+    outlet = Outlet()
+    try:
+        display = Display(outlet, is_quiet=quiet)
+        for line in describe_config(config):
+            display.note(line)
+        supervisor = Supervisor(
+            config, http=http, directory=directory, display=display, api_key=api_key
+        )
+        code = supervisor.run()
+    finally:
+        outlet.close()
+    sys.exit(code)
 
 
 def build_config(path: Path | None, settings: dict[str, Any], *, has_key: bool) -> Config:

@@ -134,7 +134,12 @@ def test_every_base_leaves_room_for_the_longest_socket_name(
             assert len(os.fsencode(longest)) <= 107
 
 
-class Terminal(io.StringIO):
+class Shown(io.StringIO):
+    def announce(self, line: str) -> None:
+        self.write(f"{line}\n")
+
+
+class Terminal(Shown):
     def isatty(self) -> bool:
         return True
 
@@ -152,7 +157,7 @@ def test_a_terminal_gets_a_bar_that_lines_push_down() -> None:
 
 
 def test_elsewhere_each_phase_is_one_line() -> None:
-    lines = io.StringIO()
+    lines = Shown()
     display = Display(lines)
     for done in (0.1, 0.2, 0.9):
         display.progress("worker 0", "weights", done)

@@ -10,6 +10,7 @@ from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import Role
 from nvserve.scripts import launch_dir, listener
 from nvserve.scripts.display import Display
+from nvserve.scripts.outlet import Outlet
 from nvserve.scripts.supervisor import Supervisor
 
 FAKE = (str(Path(__file__).parent / "fake_child.py"),)
@@ -21,14 +22,17 @@ def main() -> None:
     config = msgspec.structs.replace(base, **json.loads(sys.argv[1]))
     http = listener.listen(config.host, config.port)
     launch_dir.sweep()
+    outlet = Outlet()
     supervisor = Supervisor(
         config,
         http=http,
         directory=launch_dir.LaunchDir(),
-        display=Display(),
+        display=Display(outlet),
         programs=dict.fromkeys(Role, FAKE),
     )
-    sys.exit(supervisor.run())
+    code = supervisor.run()
+    outlet.close()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

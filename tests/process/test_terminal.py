@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process.server import Server, environment, is_running, served, wait_for
+from process.server import PATIENT, Server, environment, is_running, served, wait_for
+
+from nvserve.scripts.exit_codes import ExitCode
 
 NVSERVE = [sys.executable, "-m", "nvserve"]
 
@@ -93,6 +95,24 @@ def test_a_killed_generate_takes_its_server_along(tmpdir: Path) -> None:
     process.wait(10)
     wait_for("no launcher", lambda: not any(is_running(int(pid)) for pid in children), 3.0)
     wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
+
+
+@pytest.mark.parametrize("closed", ["", "<&-", "2>&-", "<&- 2>&-"])
+def test_a_launch_drains_when_streams_were_closed_or_their_reader_has_left(
+    closed: str, tmpdir: Path
+) -> None:
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *NVSERVE, "launch", *PATIENT, "--device", "sim"],
+        env=environment(TMPDIR=str(tmpdir)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stderr, process.stdout:
+        assert process.stdout.readline().startswith(b"nvserve is ready: ")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == ExitCode.OK
 
 
 class Chat:
