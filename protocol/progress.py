@@ -54,7 +54,7 @@ class ProgressPage:
     def __init__(self, path: str) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, 2 * _HALF_BYTES)
+            os.posix_fallocate(fd, 0, 2 * _HALF_BYTES)  # a full disk is an error here, not later
             self._map: Final = mmap.mmap(fd, 2 * _HALF_BYTES)
         finally:
             os.close(fd)

@@ -1,6 +1,7 @@
 """`nvserve generate`: continue one prompt on the terminal, by an own server or a given one."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -37,10 +38,19 @@ def generate(
     try:
         with endpoint_or_own(chosen.endpoint, chosen.flags) as endpoint:
             body["model"] = first_model(endpoint)
-            sys.stdout.write(prompt)
-            for text in stream_completion(endpoint, body):
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
+            echo(prompt, stream_completion(endpoint, body))
     except RequestFailed as error:
         raise click.ClickException(str(error)) from error
+
+
+def echo(prompt: str, pieces: Iterable[str]) -> None:
+    """Print the prompt, once it has not been refused, and what continues it."""
+    written = False
+    try:
+        for text in pieces:
+            sys.stdout.write(text if written else prompt + text)
+            sys.stdout.flush()
+            written = True
+    finally:
+        if written:
+            sys.stdout.write("\n")

@@ -1,6 +1,7 @@
 """`nvserve launch`: flags -> Config -> supervisor. Loads no torch."""
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -41,6 +42,7 @@ FLAGS: Final = {
     "cors_origins": "--cors-origin",
 }
 MIN_API_KEY: Final = 8  # characters
+ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
 class UsageError(click.ClickException):
@@ -58,18 +60,34 @@ def _load_defaults(context: click.Context, _: click.Parameter, path: Path | None
         values = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    known = {name: param for param in context.command.params for name in _spellings(param)}
-    defaults = {}
-    for name, value in values.items() if isinstance(values, dict) else [("", None)]:
-        param = known.get(str(name).replace("_", "-"))
-        if param is None or param.name == "config":
-            raise UsageError(f"--config {path}: unknown setting {name!r}")
-        defaults[param.name] = value
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}: not a table of flags")
+    defaults: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            defaults |= _default_of(context.command, name.replace("_", "-"), value)
+        except ValueError as error:
+            raise UsageError(f"--config {path}: {name}: {error}") from error
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
-def _spellings(param: click.Parameter) -> list[str]:
-    return [name.removeprefix("--") for name in param.opts]
+def _default_of(command: click.Command, name: str, value: Any) -> dict[str, Any]:
+    """The value of one flag as the command line would give it; ValueError when it could not."""
+    flag = f"--{name}"
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    for param in options:
+        if param.name == "config" or flag not in param.opts + param.secondary_opts:
+            continue
+        if param.is_flag:
+            if not isinstance(value, bool):
+                raise ValueError(f"expected true or false, got {value!r}")
+            return {str(param.name): value is (flag in param.opts)}
+        values = value if param.multiple and isinstance(value, list) else [value]
+        if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in values):
+            raise ValueError(f"{value!r} is no value of {flag}")
+        texts = [str(one) for one in values]
+        return {str(param.name): texts if param.multiple else texts[0]}
+    raise ValueError("there is no such flag")
 
 
 def _refuse_key(context: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -314,6 +332,11 @@ def _check(config: Config, *, has_key: bool) -> None:
             f"--max-model-len {config.max_model_len} is more than the model's context of "
             f"{facts.context_len} tokens"
         )
+    if "" in config.served_model_names:
+        raise UsageError("--served-model-name: a name must not be empty")
+    for origin in config.cors_origins:
+        if not ORIGIN.fullmatch(origin):
+            raise UsageError(f"--cors-origin {origin}: neither scheme://host[:port] nor *")
     if config.num_kv_blocks == 1:
         raise UsageError("--num-kv-blocks 1 leaves none to use: the first one is scratch")
     if config.share_gpu and not config.num_kv_blocks:

@@ -101,7 +101,9 @@ def _positive(path: Path, config: Mapping[str, Any], name: str, default: int = 0
     if value is None:
         value = default
     if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path / 'config.json'}: {name} must be a positive integer, not {value}")
+        raise ModelError(
+            f"{path / 'config.json'}: {name} must be a positive integer, not {value!r}"
+        )
     return value
 
 

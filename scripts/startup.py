@@ -1,9 +1,11 @@
 """The words a launch says: its configuration first, endpoint and times once it is ready."""
 
 import json
+import shlex
 from dataclasses import dataclass, field
 
 from nvserve.protocol.config import Config
+from nvserve.scripts.children import API_KEY_VARIABLE
 
 EXAMPLE_PROMPT = "To be, or"
 
@@ -35,20 +37,28 @@ def describe_config(config: Config) -> list[str]:
 
 
 def describe_start(
-    config: Config, url: str, times: StartTimes, *, total_s: float, num_kv_blocks: int
+    config: Config,
+    url: str,
+    times: StartTimes,
+    *,
+    total_s: float,
+    num_kv_blocks: int,
+    needs_key: bool = False,
 ) -> tuple[str, list[str]]:
     """The line that announces the server, and the details below it."""
     line = f"nvserve is ready: {url}"
     body = json.dumps(
         {"model": config.served_model_names[0], "prompt": EXAMPLE_PROMPT, "max_tokens": 40}
     )
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if needs_key else ""
     parts = [f"{name} {at - times.begun:.1f}" for name, at in times.ready.items()]
     details = [
         f"  ready after {total_s:.1f} s; each process started after: {', '.join(parts)}",
         *(f"  {name}: {_seconds(phases)}" for name, phases in times.phases.items() if phases),
         f"  {num_kv_blocks} KV blocks of {config.block_size} tokens"
         + (f", attention by {times.attention_backend}" if times.attention_backend else ""),
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key}"
+        f" -d {shlex.quote(body)}",
     ]
     if times.zmq_endpoint:
         details.append(f"  ZMQ clients: {times.zmq_endpoint}")

@@ -288,6 +288,7 @@ class Supervisor:
             self._times,
             total_s=total_s,
             num_kv_blocks=self.policy.formation.num_kv_blocks,
+            needs_key=bool(self._api_key),
         )
         self._display.announce(line, details)
 
@@ -310,10 +311,15 @@ class Supervisor:
     def _restart(self, name: str) -> Reply:
         number, actions = self.policy.restart(name, time.monotonic())
         if number is None:
-            state = self.policy.state.value
-            return {"error": f"{name!r} cannot be restarted now: the server is {state}"}
+            return {"error": f"{name!r} cannot be restarted now: {self._why_no_restart(name)}"}
         self._execute(actions)
         return {"number": number}
+
+    def _why_no_restart(self, name: str) -> str:
+        if self.policy.state is not State.READY:
+            return f"the server is {self.policy.state.value}"
+        names = {member.name for member in self.policy.members.values() if not member.is_spare}
+        return "another restart is going on" if name in names else "there is no such process"
 
     def _clean_up(self) -> None:
         """Kill and reap what is left, also after an error of our own."""

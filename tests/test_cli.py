@@ -134,7 +134,10 @@ def test_heads_are_split_evenly_or_refused(
         ({"port": 70000}, "--port: expected `int` <= 65535"),
         ({"num_spares": 2}, "--spares: expected `int` <= 1"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: expected `float` <= 1.0"),
-        ({"hang_timeout_s": -1.0}, "--hang-timeout: expected `float` >= 0.0"),
+        ({"hang_timeout_s": 0.0}, "--hang-timeout: expected `float` > 0.0"),
+        ({"seed": 2**63}, "--seed: "),
+        ({"served_model_names": ("a", "")}, "--served-model-name: a name must not be empty"),
+        ({"cors_origins": ("http://a/",)}, "--cors-origin http://a/: neither scheme://host[:port]"),
         ({"max_model_len": 10**6}, "--max-model-len 1000000 is more than the model's context"),
         ({"num_kv_blocks": 1}, "--num-kv-blocks 1 leaves none to use"),
         ({"share_gpu": True}, "--share-gpu needs --num-kv-blocks"),
@@ -152,6 +155,11 @@ def test_a_wrong_value_names_its_flag(settings: dict[str, Any], words: str) -> N
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
 def test_a_loopback_address_needs_no_key(host: str) -> None:
     assert config_of(host=host).host == host
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "http://a.example", "https://[::1]:3000"])
+def test_an_origin_is_taken_as_browsers_send_it(origin: str) -> None:
+    assert config_of(cors_origins=(origin,)).cors_origins == [origin]
 
 
 def test_an_open_address_is_served_with_a_key_or_when_told_so() -> None:
@@ -192,7 +200,7 @@ def break_model(folder: Path, how: str) -> None:
         ("array", "not a JSON object"),
         ("deep", "config.json"),
         ("architecture", "architecture GPT2LMHeadModel is not supported"),
-        ("sizes", "num_hidden_layers must be a positive integer, not 4"),
+        ("sizes", "num_hidden_layers must be a positive integer, not '4'"),
         ("weights", "no *.safetensors weights"),
         ("tokenizer", "no tokenizer.json"),
     ],
@@ -251,8 +259,13 @@ def test_a_file_may_hold_any_flag_and_the_command_line_wins(
     assert settings_from(path, "--max-num-seqs", "9")["max_num_seqs"] == 9
 
 
-@pytest.mark.parametrize("text", ["max-seqs = 1", "api-key = 'sesame-open'", "= 3", "config = 'x'"])
-def test_a_file_with_an_unknown_setting_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["max-seqs = 1", "api-key = 'sesame-open'", "= 3", "config = 'x'", "[launch]\nport = 0",
+     "port = [1, 2]", "port = true", "max-num-seqs = 2.5", "enforce-eager = 1",
+     "enforce-eager = 'maybe'", "served-model-name = [[]]"],
+)  # fmt: skip
+def test_a_file_with_an_unknown_or_wrong_setting_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     result = run("launch", "--config", str(path))
@@ -264,6 +277,14 @@ def test_a_false_switch_in_a_file_turns_it_off(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("enable-prefix-caching = false")
     assert settings_from(path)["enable_prefix_caching"] is False
+    path.write_text("no-enable-prefix-caching = true")
+    assert settings_from(path)["enable_prefix_caching"] is False
+
+
+def test_a_flag_that_may_be_repeated_needs_no_list_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('served-model-name = "one"')
+    assert settings_from(path)["served_model_names"] == ("one",)
 
 
 def test_version_is_told() -> None:
@@ -278,6 +299,13 @@ def test_generate_says_when_nobody_answers() -> None:
     assert result.exit_code == 1
     assert "http://127.0.0.1:9" in result.output
     assert time.monotonic() - begun < 10.0
+
+
+@pytest.mark.parametrize("address", ["http://h:x", "http://h:99999", "http://[::1", "ftp://h", ""])
+def test_a_wrong_endpoint_is_one_clear_line(address: str) -> None:
+    result = run("generate", "x", "--endpoint", address)
+    assert result.exit_code == 1
+    assert "is no http:// address" in result.output
 
 
 def test_launch_flags_and_an_endpoint_exclude_each_other() -> None:

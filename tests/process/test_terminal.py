@@ -62,6 +62,7 @@ def test_a_refused_request_is_one_clear_line(url: str) -> None:
     done = generate("x", "--endpoint", url, "--temperature", "-3")
     assert done.returncode == 1
     assert re.fullmatch(r"Error: status 400: .*temperature.*\n", done.stderr)
+    assert done.stdout == ""
 
 
 def test_generate_says_why_its_server_cannot_start(tmpdir: Path) -> None:
