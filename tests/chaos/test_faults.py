@@ -35,8 +35,9 @@ def chaos(texts: Texts, cases: list[Case]) -> Iterator[Rig]:
 
 def nvserve(chaos: Rig, *words: str) -> str:
     """Run a command on this server; what it prints."""
+    port = chaos.url.rpartition(":")[2]  # others may run servers here as well
     done = subprocess.run(
-        [sys.executable, "-m", "nvserve", *words],
+        [sys.executable, "-m", "nvserve", *words, "--port", port],
         env=environment(TMPDIR=str(chaos.server.tmpdir)),
         cwd=ROOT,
         capture_output=True,
