@@ -50,7 +50,8 @@ def fault(
     """Do KIND to PROCESS: `worker N`, `core` or `frontend`.
 
     kill and stop strike at once unless a phase is given. exception, oom, nan, shape, crash and slow
-    strike at a step, drop, delay, duplicate and corrupt at a message.
+    strike a worker at a step, core and frontend at a message; drop, delay, duplicate and corrupt
+    always at a message.
     """
     directory = find_server(port)
     name = process_name(process)
@@ -65,7 +66,8 @@ def fault(
     columns = msgspec.to_builtins(wanted)
     reply = order(directory, {"command": "fault", "name": name, "fault": columns})
     click.echo(f"{kind} for {name}, pid {reply['pid']}; the same again:")
-    click.echo(f"  nvserve fault {kind} {name} {_flags(wanted)}")
+    server = "" if port is None else f" --port {port}"
+    click.echo(f"  nvserve fault {kind} {name} {_flags(wanted)}{server}")
 
 
 def _usual_point(kind: FaultKind, name: str) -> str:

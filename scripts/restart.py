@@ -9,15 +9,15 @@ from nvserve.scripts.running import Refused, find_server, order, process_name
 POLL_S = 0.05
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("process", nargs=-1, required=True)
 @click.option("--port", type=int, default=None, help="Of the server, when several are running.")
 @click.option("--timeout", "timeout_s", type=float, default=120.0, help="Seconds to wait.")
 def restart(process: tuple[str, ...], port: int | None, timeout_s: float) -> None:
     """Restart PROCESS: `worker N`, `core` or `frontend`.
 
-    The steps in flight finish first. A frontend's open streams finish before it goes, while new
-    requests get a 503.
+    The steps in flight finish first. A frontend's open streams get the launch's --shutdown-timeout
+    to finish before it goes, while new requests get a 503.
     """
     directory = find_server(port)
     number = order(directory, {"command": "restart", "name": process_name(process)})["number"]

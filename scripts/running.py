@@ -20,13 +20,19 @@ class Refused(click.ClickException):
 def find_server(port: int | None) -> Path:
     """The launch directory of the only server of this user, or of the one at `port`."""
     found = []
+    silent = []
     for directory in launch_dir.find_all():
         try:
             url = ask(directory, {"command": "status"}, ANSWER_LIMIT_S)["url"]
+        except TimeoutError:
+            silent.append(directory)
+            continue
         except (OSError, ValueError):  # a stale directory: its launcher is gone
             continue
         if port is None or url.endswith(f":{port}"):
             found.append(directory)
+    if silent and not found:
+        raise Refused(f"the launcher of {silent[0]} does not answer: is it stopped?")
     if not found:
         raise Refused("no server of yours is running" + (f" at port {port}" if port else ""))
     if len(found) > 1:

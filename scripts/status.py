@@ -16,10 +16,14 @@ ANSWER_LIMIT_S = 5.0
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def status(as_json: bool) -> None:
     """Show every running server of yours: state, epoch, restarts and processes."""
-    num_found = 0
+    num_found = num_silent = 0
     for directory in launch_dir.find_all():
         try:
             reply = ask(directory, {"command": "status"}, ANSWER_LIMIT_S)
+        except TimeoutError:
+            num_silent += 1
+            click.echo(f"the launcher of {directory} does not answer: is it stopped?", err=True)
+            continue
         except (OSError, ValueError):  # a stale directory: its launcher is gone
             continue
         num_found += 1
@@ -28,7 +32,8 @@ def status(as_json: bool) -> None:
         else:
             _print(reply)
     if not num_found:
-        click.echo("no server of yours is running", err=True)
+        if not num_silent:
+            click.echo("no server of yours is running", err=True)
         raise click.exceptions.Exit(ExitCode.ERROR)
 
 

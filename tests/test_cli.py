@@ -293,6 +293,22 @@ def test_version_is_told() -> None:
     assert result.output.strip()
 
 
+@pytest.mark.parametrize("arguments", [["status"], ["restart", "core"]])
+def test_a_launcher_that_does_not_answer_is_named(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("nvserve.scripts.launch_dir.find_all", lambda: [Path("/nvserve-x")])
+    monkeypatch.setattr("nvserve.scripts.status.ask", ask)
+    monkeypatch.setattr("nvserve.scripts.running.ask", ask)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert "the launcher of /nvserve-x does not answer" in result.output
+    assert "no server" not in result.output
+
+
 def test_generate_says_when_nobody_answers() -> None:
     begun = time.monotonic()
     result = run("generate", "x", "--endpoint", "http://127.0.0.1:9")
