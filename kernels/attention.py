@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 import torch
 
-from nvserve.kernels import reference
 from nvserve.kernels.dispatch import HAS_TRITON, INTERPRETED
 
 
@@ -28,8 +27,8 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [R, max_blocks] int32, padded with 0
     max_query_len: int
     max_seq_len: int
-    # What AttentionBackend.plan_decode left for this step's decode calls; None before it ran.
-    decode_plan: torch.Tensor | None = None
+    # What AttentionBackend.plan_decode left for its own decode calls; None before it ran.
+    decode_plan: object = None
 
 
 class AttentionBackend(Protocol):
@@ -74,48 +73,6 @@ class AttentionBackend(Protocol):
         scale: float,
     ) -> torch.Tensor:
         """Attention of one query a request, q [R, H, D] -> [R, H, D]; may be captured."""
-
-
-class TorchBackend:
-    """The reference: any device and dtype, synchronizes with the host."""
-
-    name = "torch"
-
-    def plan_decode(
-        self,
-        meta: AttentionMetadata,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        pass
-
-    def prefill(
-        self,
-        q: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        return reference.paged_attention(
-            q, key_cache, value_cache, meta.cu_seqlens_q, meta.seq_lens, meta.block_tables, scale
-        )
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        starts = torch.arange(q.shape[0] + 1)
-        return reference.paged_attention(
-            q, key_cache, value_cache, starts, meta.seq_lens, meta.block_tables, scale
-        )
 
 
 def _no_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
@@ -205,8 +162,10 @@ def select_backend(
 
 
 def _make(name: str) -> AttentionBackend:
-    # The GPU backends import libraries that a CPU-only install does not have.
+    # They import this module; and the GPU's need libraries that a CPU-only install does not have.
     if name == "torch":
+        from nvserve.kernels.attention_torch import TorchBackend
+
         return TorchBackend()
     if name == "triton":
         from nvserve.kernels.attention_triton import TritonBackend

@@ -53,7 +53,7 @@ class TritonBackend:
         assert q.shape[0] == meta.seq_lens.shape[0], "a decode step has one query a request"
         shape = attention_decode.decode_shape(q.dtype, q.shape[2], q.shape[0])
         plan = meta.decode_plan
-        if plan is None:
+        if not isinstance(plan, torch.Tensor):
             plan = attention_decode.plan_decode(meta.seq_lens, key_cache.shape[2], shape)
         return attention_decode.decode(
             q, key_cache, value_cache, meta.block_tables, meta.seq_lens, plan, scale, shape

@@ -14,6 +14,7 @@ from nvserve.kernels import (
     activation,
     attention,
     attention_flash,
+    attention_torch,
     matmul,
     norm,
     reference,
@@ -21,6 +22,7 @@ from nvserve.kernels import (
 )
 
 CPU = torch.device("cpu")
+EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(autouse=True)
@@ -187,9 +189,74 @@ def test_decode_is_prefill_of_one_query_each_and_empty_rows_are_zero() -> None:
     backend = attention.select_backend(CPU, torch.float32, 8, 4)
     backend.plan_decode(meta, 2, 1, 8, 4, torch.float32)
     out = backend.decode(q, key_cache, value_cache, meta, 0.5)
-    assert torch.equal(out, backend.prefill(q, key_cache, value_cache, meta, 0.5))
+    off = (out - backend.prefill(q, key_cache, value_cache, meta, 0.5)).abs()
+    assert off.max() <= 4 * EPS * torch.cat(keys).abs().max()
     assert not out[1].any()
     assert out[2].abs().sum() > 0
+
+
+def decode_rows(
+    keys: list[torch.Tensor], q: torch.Tensor, rows: list[int], *, is_planned: bool = True
+) -> torch.Tensor:
+    """Decode attention of some requests [H, D] each, as if there were no others."""
+    key_cache, value_cache, tables = paged([keys[row] for row in rows], 4)
+    lengths = torch.tensor([len(keys[row]) for row in rows], dtype=torch.int32)
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+    meta = attention.AttentionMetadata(starts, lengths, tables, 1, tables.shape[1] * 4)
+    num_kv_heads, head_dim = keys[0].shape[1:]
+    backend = attention.select_backend(CPU, torch.float32, head_dim, 4)
+    if is_planned:
+        backend.plan_decode(meta, q.shape[1], num_kv_heads, head_dim, 4, torch.float32)
+    return backend.decode(q[rows], key_cache, value_cache, meta, 0.5)
+
+
+TILE = attention_torch.TILE
+LENGTHS = [1, 5, TILE - 1, TILE, TILE + 1, 3 * TILE + 7, 17, 9 * TILE]
+
+
+def test_decode_of_long_and_short_requests_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [torch.randn(length, 2, 8) for length in LENGTHS]
+    q = torch.randn(len(LENGTHS), 6, 8)
+    key_cache, value_cache, tables = paged(keys, 4)
+    lengths, starts = torch.tensor(LENGTHS), torch.arange(len(LENGTHS) + 1)
+    expected = reference.paged_attention(q, key_cache, value_cache, starts, lengths, tables, 0.5)
+    rows = list(range(len(LENGTHS)))
+    whole = decode_rows(keys, q, rows)
+    assert (whole - expected).abs().max() <= 8 * EPS * torch.cat(keys).abs().max()
+    monkeypatch.setattr(attention_torch, "SLAB_VALUES", 3 * 2 * TILE * 8)  # three tiles
+    assert torch.equal(decode_rows(keys, q, rows, is_planned=False), whole)
+
+
+# One thread multiplies as two do unless a matrix is alone, as it is with a single KV head.
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 8), (6, 1, 80)])
+def test_what_a_request_decodes_does_not_depend_on_its_neighbours(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+) -> None:
+    keys = [torch.randn(length, num_kv_heads, head_dim) for length in LENGTHS]
+    q = torch.randn(len(LENGTHS), num_heads, head_dim)
+    short = [row for row, length in enumerate(LENGTHS) if length <= TILE]
+    num_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = decode_rows(keys, q, list(range(len(LENGTHS))))
+        assert torch.equal(decode_rows(keys, q, short), together[short]), "no long neighbours"
+        for row, length in enumerate(LENGTHS):
+            assert torch.equal(decode_rows(keys, q, [row])[0], together[row]), length
+    finally:
+        torch.set_num_threads(num_before)
+
+
+def test_requests_without_tokens_decode_to_zeros_beside_others_and_alone() -> None:
+    keys = [torch.randn(0, 1, 8), torch.randn(3, 1, 8), torch.randn(2 * TILE, 1, 8)]
+    q = torch.randn(3, 2, 8)
+    assert not decode_rows(keys, q, [0, 0]).any()
+    for rows in ([0, 1], [1, 0, 2]):
+        out = decode_rows(keys, q, rows)
+        assert not out[rows.index(0)].any()
+        assert torch.equal(out[rows.index(1)], decode_rows(keys, q, [1])[0])
 
 
 def test_a_cpu_gets_torch_attention_and_a_reason_for_every_other() -> None:
