@@ -42,6 +42,7 @@ from nvserve.protocol.messages import (
     SchedulerOutput,
     StepDone,
     StepFailed,
+    Strikes,
     Submit,
     pack_ids,
     unpack_ids,
@@ -253,6 +254,8 @@ def test_a_failed_step_is_told_to_the_launcher_and_survived(rig: Rig) -> None:
     rig.reports[0].send(encode(StepFailed(0, 1, 0, "NaN")))
     broken = rig.expect_control(EpochBroken)
     assert (broken.epoch, broken.step, broken.reason, broken.suspects) == (0, 1, "NaN", [7])
+    strikes = rig.expect_reply(Strikes)
+    assert (strikes.request_ids, strikes.counts) == ([7], [1])
     rig.start_epoch(tp_size=1)
     assert rig.searches == [1]
     step = rig.run_step([12])

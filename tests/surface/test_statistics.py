@@ -29,7 +29,7 @@ from nvserve.workers.staging import Staging
 
 SCALE = float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))
 # A draw through the interpreter takes 10 to 60 ms: a tenth of all would cost CI minutes.
-NUM_DRAWS = round(20_000 * SCALE**2) if INTERPRETED else 20_000
+NUM_DRAWS = round(20_000 * SCALE**2.3) if INTERPRETED else 20_000
 NUM_SLOTS = 8
 MAX_ROWS = 50 * NUM_SLOTS  # in a step
 VOCAB = 97
