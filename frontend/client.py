@@ -11,7 +11,7 @@ shared between threads.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -35,7 +35,7 @@ MAX_FRAMES_AT_ONCE: Final = 256  # then the caller gets its pieces and its clock
 
 
 class ServerGone(ConnectionError):
-    """No server answered within the limit."""
+    """No server answered within the limit, or it has ended for good."""
 
 
 def _params(fields: dict[str, Any]) -> ClientParams:
@@ -44,14 +44,24 @@ def _params(fields: dict[str, Any]) -> ClientParams:
 
 
 class Client:
-    """A synchronous client: one thread, any number of open requests."""
+    """A synchronous client: one thread, any number of open requests.
+
+    `has_ended` may tell that no server will come back: then a wait ends within TICK_S, once what
+    has arrived is taken.
+    """
 
     def __init__(
-        self, endpoint: str, *, api_key: str = "", connect_limit_s: float = CONNECT_LIMIT_S
+        self,
+        endpoint: str,
+        *,
+        api_key: str = "",
+        connect_limit_s: float = CONNECT_LIMIT_S,
+        has_ended: Callable[[], bool] | None = None,
     ) -> None:
         self._endpoint: Final = endpoint
         self._hello: Final = Hello(version=CLIENT_PROTOCOL, api_key=api_key)
         self._connect_limit_s: Final = connect_limit_s
+        self._has_ended: Final = has_ended
         self._context: Final = zmq.Context()
         self._session: Final = Session()
         self._link: Link | None = None
@@ -167,6 +177,8 @@ class Client:
         ready = dict(poller.poll(int(TICK_S * 1000)))
         if link.socket in ready:
             self._receive(link)
+        elif self._has_ended is not None and self._has_ended():
+            raise ServerGone(f"the server at {self._endpoint} has ended")
         elif link.monitor in ready or link.is_lost(bool(self._session.requests)):
             if link.is_welcome:
                 self._lost_since = time.monotonic()

@@ -130,7 +130,12 @@ class LLM:
         self._launch: Final = EmbeddedLaunch(arguments, api_key=api_key, words=words)
         self._finalizer: Final = weakref.finalize(self, self._launch.stop)
         self.announcement: Final = self._launch.wait_ready(start_limit_s)
-        self.client: Final = Client(self.announcement.zmq_endpoint, api_key=api_key)
+        launch = self._launch  # not `self`, which the client would keep alive
+        self.client: Final = Client(
+            self.announcement.zmq_endpoint,
+            api_key=api_key,
+            has_ended=lambda: not launch.is_running,
+        )
         self._tokenizer: Tokenizer | None = None
 
     # -- generating ------------------------------------------------------------------------------
@@ -150,6 +155,8 @@ class LLM:
         """
         if not self._finalizer.alive:
             raise LaunchFailed("this LLM is closed")
+        if not self._launch.is_running:  # a full send queue would hide it for a while
+            raise LaunchFailed(self._launch.last_words())
         asked = _as_list(prompts)
         chosen = _params_for(params, len(asked))
         encoded = self._encode_all(asked)

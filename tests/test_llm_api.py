@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from reference import ReferenceModel
 
 import nvserve
 from nvserve import LLM, SamplingParams
-from nvserve.frontend.client_session import RequestError
+from nvserve.frontend.client_session import Request, RequestError
 from nvserve.scripts import llm as llm_module
 from nvserve.scripts import python_child
 from nvserve.scripts.bench.cpu_time import child_pids
@@ -214,6 +215,26 @@ def test_closing_leaves_no_process_and_a_closed_engine_says_so() -> None:
     with pytest.raises(LaunchFailed, match="closed"):
         engine.generate("Hello?")
     engine.close()
+
+
+def test_a_launcher_that_is_killed_ends_the_call_without_a_wait_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with start() as engine:
+        launcher = engine._launch._process
+        assert launcher is not None
+        submit = engine.client.submit
+
+        def submit_and_kill(*prompt: Any, **params: Any) -> Request:
+            request = submit(*prompt, **params)
+            launcher.send_signal(signal.SIGKILL)
+            return request
+
+        monkeypatch.setattr(engine.client, "submit", submit_and_kill)
+        with pytest.raises(LaunchFailed, match=r"has ended\n.*exit status -9"):
+            engine.generate("To be", SamplingParams(max_tokens=200, ignore_eos=True))
+        with pytest.raises(LaunchFailed, match="exit status -9"):  # nothing is sent any more
+            engine.generate("To be")
 
 
 def test_nothing_outlives_a_program_that_is_killed() -> None:
