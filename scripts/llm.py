@@ -150,14 +150,18 @@ class LLM:
         """Answer one prompt or many, texts or token ids; the results are in the prompts' order.
 
         All requests are sent at once and batched by the scheduler. `params` is for all prompts or
-        one for each. The first error of a request ends all others and is raised: RequestError for a
-        refused one, LaunchFailed when the engine is gone, TimeoutError after `limit_s`.
+        one for each. What is no prompt, or an empty one, is a TypeError or ValueError. The first
+        error of a request ends all others and is raised: RequestError for a refused one,
+        LaunchFailed when the engine is gone, TimeoutError after `limit_s`.
         """
         if not self._finalizer.alive:
             raise LaunchFailed("this LLM is closed")
         if not self._launch.is_running:  # a full send queue would hide it for a while
             raise LaunchFailed(self._launch.last_words())
         asked = _as_list(prompts)
+        for number, prompt in enumerate(asked):
+            if not len(prompt):
+                raise ValueError(f"prompt {number} is empty")
         chosen = _params_for(params, len(asked))
         encoded = self._encode_all(asked)
         submits = [(number, choice) for number, one in enumerate(chosen) for choice in range(one.n)]
@@ -175,7 +179,7 @@ class LLM:
         return self._encode_all([text])[0]
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        texts = [_checked(p, number) for number, p in enumerate(prompts) if isinstance(p, str)]
         if texts and self._tokenizer is None:
             tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
             tokenizer.no_padding()
@@ -240,22 +244,40 @@ class LLM:
 
 def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list of prompts; TypeError for anything else."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | bytearray | memoryview):
+        prompts = [prompts]  # bytes are refused below
     if prompts and all(isinstance(item, SupportsIndex) for item in prompts):
         return [[int(item) for item in prompts if isinstance(item, SupportsIndex)]]
     listed: list[Prompt] = []
     for number, prompt in enumerate(prompts):
         if not _is_prompt(prompt):
-            raise TypeError(f"prompt {number} is neither a string nor a list of token ids")
+            raise TypeError(
+                f"prompt {number} is neither a string nor a list of token ids, "
+                f"but {type(prompt).__name__}: {prompt!r:.60}"
+            )
         listed.append(prompt)
     return listed
 
 
 def _is_prompt(prompt: object) -> TypeGuard[Prompt]:
+    """Bytes are none, although they are a sequence of numbers: they would be taken for ids."""
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        return False
     return isinstance(prompt, str) or (
         isinstance(prompt, Sequence) and all(isinstance(item, SupportsIndex) for item in prompt)
     )
+
+
+def _checked(text: str, number: int) -> str:
+    """The text of a prompt; ValueError when it holds half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"prompt {number} is not valid Unicode: a lone {half!r} at character {error.start}"
+        ) from error
+    return text
 
 
 def _params_for(

@@ -76,10 +76,17 @@ def test_every_form_of_prompts_becomes_a_list_of_prompts() -> None:
     assert llm_module._as_list([]) == []
 
 
-@pytest.mark.parametrize("prompts", [[1, "a"], [1.5], [["a"]], [None]])
+@pytest.mark.parametrize(
+    "prompts", [[1, "a"], [1.5], [["a"]], [None], b"abc", bytearray(b"abc"), memoryview(b"abc")]
+)
 def test_what_is_no_prompt_is_refused(prompts: list[object]) -> None:
     with pytest.raises(TypeError, match="neither a string nor a list of token ids"):
         llm_module._as_list(prompts)  # type: ignore[arg-type]
+
+
+def test_bytes_are_no_token_ids_and_the_error_names_them() -> None:
+    with pytest.raises(TypeError, match=r"prompt 1 is neither .* but bytes: b'abc'"):
+        llm_module._as_list(["fine", b"abc"])  # type: ignore[arg-type]
 
 
 def test_sampling_parameters_are_for_all_or_one_for_each() -> None:
@@ -201,6 +208,18 @@ def test_a_refused_request_names_the_parameter_and_the_next_call_works(llm: LLM)
     with pytest.raises(RequestError, match="256"):
         llm.generate([[5] * 300], SamplingParams(max_tokens=1))
     assert llm.generate("fine", SamplingParams(max_tokens=1))
+
+
+def test_an_empty_prompt_is_refused_by_its_index_as_over_http(llm: LLM) -> None:
+    for prompts in ("", ["fine", ""], [[5], []]):
+        number = len(prompts) - 1 if prompts else 0
+        with pytest.raises(ValueError, match=f"prompt {number} is empty"):
+            llm.generate(prompts)
+
+
+def test_half_a_surrogate_pair_is_refused_by_its_index(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompt 1 is not valid Unicode: .*ud800.* character 3"):
+        llm.generate(["fine", "bad\ud800"])
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:
