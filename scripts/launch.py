@@ -265,8 +265,11 @@ def launch(
     """Serve a model over HTTP (OpenAI-compatible) and ZeroMQ until Ctrl-C."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
+    if model == "":  # of a variable that is not set
+        raise UsageError("--model is empty: give a folder, or leave it out for the demo model")
     api_key = _read_key(api_key_file)
-    config = build_config(Path(model) if model else None, settings, has_key=bool(api_key))
+    path = None if model is None else Path(model)
+    config = build_config(path, settings, has_key=bool(api_key))
     try:
         http = listener.listen(config.host, config.port)
         launch_dir.sweep()

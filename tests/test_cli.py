@@ -220,6 +220,15 @@ def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
     assert "no such folder" in result.output
 
 
+def test_an_empty_model_is_refused_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('model = ""')
+    for arguments in (("--model", ""), ("--config", str(path))):
+        result = run("launch", *arguments, "--num-kv-blocks", "1")  # refused too: never serves
+        assert result.exit_code == 2
+        assert result.output.startswith("Error: --model is empty")
+
+
 def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     result = run("launch", "--api-key", "sesame-open")
     assert result.exit_code == 2
