@@ -116,9 +116,9 @@ def install() -> Faults:
 
 
 def strike(fault: Inject) -> None:
-    """Do to this process, or raise, what the fault says; message faults are done where it is sent.
+    """Do to this process, or raise, what the fault says.
 
-    NaN and wrong shapes need an engine: where there is none they are exceptions.
+    Message faults are done where the message is sent, NaN and wrong shapes where the step is run.
     """
     match fault.kind:
         case FaultKind.KILL:

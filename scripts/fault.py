@@ -49,9 +49,9 @@ def fault(
 ) -> None:
     """Do KIND to PROCESS: `worker N`, `core` or `frontend`.
 
-    kill and stop strike at once unless a phase is given. exception, oom, nan, shape, crash and slow
-    strike a worker at a step, core and frontend at a message; drop, delay, duplicate and corrupt
-    always at a message.
+    kill and stop strike at once unless a phase is given. exception, oom, crash and slow strike a
+    worker at a step, core and frontend at a message; nan and shape are for a worker's step alone;
+    drop, delay, duplicate and corrupt strike always at a message.
     """
     directory = find_server(port)
     name = process_name(process)
@@ -73,7 +73,8 @@ def fault(
 def _usual_point(kind: FaultKind, name: str) -> str:
     if kind in IMMEDIATE:
         return ""
-    return LAUNCH if name.startswith("worker") and kind not in MESSAGE_KINDS else SEND
+    has_steps = name.startswith(("worker", "spare"))
+    return LAUNCH if has_steps and kind not in MESSAGE_KINDS else SEND
 
 
 def _present_step(directory: Path, name: str) -> int:

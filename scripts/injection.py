@@ -9,11 +9,20 @@ from typing import Any, Final
 
 import msgspec
 
-from nvserve.protocol.control import FaultKind, Inject
+from nvserve.protocol.control import FaultKind, Inject, Role
+from nvserve.protocol.faults import BEGIN, LAUNCH, MESSAGE_KINDS, SEND
 from nvserve.scripts.children import Child
 from nvserve.scripts.control_socket import Reply
 
 IMMEDIATE: Final = {FaultKind.KILL: signal.SIGKILL, FaultKind.STOP: signal.SIGSTOP}
+STEP_KINDS: Final = frozenset({FaultKind.NAN, FaultKind.SHAPE})  # of a step's result
+ANYWHERE: Final = frozenset(FaultKind) - STEP_KINDS - MESSAGE_KINDS
+AT_A_MESSAGE: Final = {SEND: ANYWHERE | MESSAGE_KINDS}
+POSSIBLE: Final = {  # kinds by point
+    Role.FRONTEND: AT_A_MESSAGE,
+    Role.CORE: AT_A_MESSAGE,
+    Role.WORKER: {LAUNCH: ANYWHERE | STEP_KINDS, BEGIN: ANYWHERE} | AT_A_MESSAGE,
+}
 
 
 class Injection:
@@ -46,6 +55,9 @@ class Injection:
             order = msgspec.convert(fault, Inject)
         except msgspec.ValidationError as error:
             return {"error": f"no such fault: {error}"}
+        complaint = complain(child.id.role, name, order)
+        if complaint is not None:
+            return {"error": complaint}
         if order.token >= 0:  # a poisonous request stays so, whatever life of the process runs it
             self._poisons[name] = order
             self._poisoned.add(child.pid)
@@ -55,3 +67,18 @@ class Injection:
         elif not child.send(order):
             return {"error": f"{name} does not read its orders"}
         return {"pid": child.pid}
+
+
+def complain(role: Role, name: str, order: Inject) -> str | None:
+    """Why a process of this role cannot do that, with all that it can; None when it can."""
+    if order.kind in IMMEDIATE and not order.phase:
+        return None
+    point = SEND if order.kind in MESSAGE_KINDS else order.phase
+    possible = POSSIBLE[role]
+    if order.kind in possible.get(point, ()):
+        return None
+    listed = "; ".join(
+        f"at {place} " + ", ".join(kind.value for kind in FaultKind if kind in kinds)
+        for place, kinds in possible.items()
+    )
+    return f"{name} cannot do {order.kind.value} at {point or 'no point'}; it can do: {listed}"
