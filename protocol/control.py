@@ -91,6 +91,7 @@ class Drain(Message, frozen=True):
     """Refuse new requests, let running ones finish for at most this long, then answer Drained."""
 
     timeout_s: float
+    is_restart: bool = False  # another frontend takes over: the server itself goes on
 
 
 class Exit(Message, frozen=True):
