@@ -111,14 +111,14 @@ class Frontend:
                 self._service.condition = message
             case Drain():
                 if self._drain is None:
-                    self._drain = asyncio.create_task(self._drain_all(message.timeout_s))
+                    self._drain = asyncio.create_task(self._drain_all(message))
             case Exit():
                 self._exit.set()
             case _:
                 logger.error("%s is no message for a frontend", type(message).__name__)
 
-    async def _drain_all(self, timeout_s: float) -> None:
-        await self._service.drain(timeout_s)
+    async def _drain_all(self, order: Drain) -> None:
+        await self._service.drain(order.timeout_s, is_restart=order.is_restart)
         self._child.send(Drained())
 
     def _own_totals(self) -> dict[str, int]:

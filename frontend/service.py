@@ -57,6 +57,7 @@ class Service:
         self.engine: Final = engine
         self.condition = Condition(State.LOADING)
         self.is_draining = False
+        self._is_restarting = False  # draining for another frontend's sake
         self.started: Final = int(time.time())
         self.limits: Final = Limits(
             max_model_len=config.max_model_len,
@@ -73,11 +74,10 @@ class Service:
 
     def check_open(self) -> None:
         """Refuse while draining, or when the launcher has given up."""
+        if self.condition.state is State.FAILED:  # another try would not help
+            raise ApiError(503, self._farewell())
         if self.is_draining or self.condition.state is State.DRAINING:
-            raise ApiError(503, "the server is shutting down", retry_after_s=CLOSED_RETRY_AFTER_S)
-        if self.condition.state is State.FAILED:
-            reason = self.condition.reason or "the engine cannot be restarted"
-            raise ApiError(503, f"the server has failed: {reason}")
+            raise ApiError(503, self._farewell(), retry_after_s=CLOSED_RETRY_AFTER_S)
 
     @property
     def state(self) -> State:
@@ -110,9 +110,9 @@ class Service:
             if not self._num_working:
                 self._idle.set()
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
         """Refuse what is new, wait for what runs, and end the rest after the timeout."""
-        self.is_draining = True
+        self.is_draining, self._is_restarting = True, is_restart
         if await self._is_idle_within(timeout_s):
             return
         for generation in list(self._open):
@@ -120,9 +120,12 @@ class Service:
         await self._is_idle_within(1.0)
 
     def _farewell(self) -> str:
-        """Why what was accepted ends now."""
+        """Why nothing is accepted any more, and what was accepted ends now."""
         if self.condition.state is State.FAILED:
-            return f"the server has failed: {self.condition.reason}"
+            reason = self.condition.reason or "the engine cannot be restarted"
+            return f"the server has failed: {reason}"
+        if self._is_restarting and self.condition.state is not State.DRAINING:
+            return "the frontend is being restarted"
         return "the server is shutting down"
 
     async def _is_idle_within(self, limit_s: float) -> bool:

@@ -49,7 +49,7 @@ class PlannedRestarts:
         self._begun_s, self._is_killed = now, False
         self._number += 1
         if member.child.role is Role.FRONTEND:
-            self._house.send(member, Drain(self._drain_limit_s))
+            self._house.send(member, Drain(self._drain_limit_s, is_restart=True))
             self.deadline = now + self._drain_limit_s + HOLD_LIMIT_S
         else:
             self._house.send(self._house.find(Role.CORE), Hold())

@@ -136,7 +136,7 @@ def test_a_planned_restart_of_the_frontend_drains_it_first() -> None:
     world = started(max_restarts=0)
     _, actions = world.policy.restart("frontend", world.now)
     world.obey(actions)
-    assert world.orders(Drain)
+    assert world.orders(Drain) == [Drain(30.0, is_restart=True)]
     old = world.one(Role.FRONTEND)
     world.hear(old, Drained())
     assert world.killed == [old]

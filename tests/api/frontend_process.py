@@ -163,8 +163,8 @@ class FrontendProcess:
         """Wait for the process to end by itself."""
         return self.process.wait(limit_s)
 
-    def drain(self, timeout_s: float) -> None:
-        self.control.send(encode(Drain(timeout_s)))
+    def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
+        self.control.send(encode(Drain(timeout_s, is_restart)))
 
     def close(self) -> None:
         if self.core is not None:

@@ -356,6 +356,27 @@ def test_a_drain_ends_what_outlasts_its_timeout_with_an_error(
     frontend.expect(Drained)
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [(State.READY, "the frontend is being restarted"), (State.DRAINING, "shutting down")],
+)
+def test_a_drain_for_a_restart_says_so_unless_the_server_ends_meanwhile(
+    state: State, words: str, frontend: FrontendProcess, core: FakeCore, client: openai.OpenAI
+) -> None:
+    core.is_held.set()
+    stream = client.completions.create(model=MODEL_NAME, prompt=PROMPT, stream=True)
+    frontend.tell(state)
+    frontend.drain(1.0, is_restart=True)
+    core.wait_until(lambda _: json.loads(frontend.get("/health")[1])["status"] == "draining")
+    status, answer = frontend.post("/v1/completions", {"prompt": "x"})
+    assert status == 503
+    assert words in answer["error"]["message"]
+    assert frontend.last_headers["retry-after"]
+    with pytest.raises(openai.APIError, match=words):
+        list(stream)
+    frontend.expect(Drained)
+
+
 def test_the_request_id_is_echoed_only_when_it_is_sane(frontend: FrontendProcess) -> None:
     frontend.request("GET", "/health", headers={"x-request-id": "abc-1"})
     assert frontend.last_headers["x-request-id"] == "abc-1"
