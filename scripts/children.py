@@ -52,6 +52,18 @@ class Death:
         return self.signal not in FROM_OUTSIDE
 
 
+def working_folder() -> str | None:
+    """For a child: ours, or "/" when ours has been deleted, since oneMKL would not load in it.
+
+    It is not "/" always: variables such as PYTHONPATH and TRITON_CACHE_DIR may hold relative paths.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        return "/"
+    return None
+
+
 class Child:
     """A started process. `pidfd`, `control` and `output` are there to be polled."""
 
@@ -73,6 +85,7 @@ class Child:
                 pass_fds=inherited,
                 process_group=0,  # a terminal's Ctrl-C is for the launcher only
                 env={k: v for k, v in os.environ.items() if k != API_KEY_VARIABLE},
+                cwd=working_folder(),
             )
         finally:
             theirs.close()
