@@ -176,7 +176,7 @@ class Inject(Message, frozen=True):
 
     kind: FaultKind
     step: int = -1  # a worker's step of this number or a later one; -1 = the next
-    phase: str = ""  # worker: launch (a step) or begin (an epoch); empty = launch
+    phase: str = ""  # launch (a step), begin (an epoch) or send; not needed by message faults
     message: str = ""  # message faults: the name of the message, empty = any
     seconds: float = 0.0  # slow, delay
     count: int = 1  # how often
