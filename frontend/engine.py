@@ -321,9 +321,8 @@ class Engine:
                 return None
 
     def _queue_wait_s(self) -> float:
-        """Until what waits now will have been served, by the pace of the last seconds."""
-        num_waiting = self.stats.num_waiting if self.stats is not None else 0
-        return self._pace.wait_s(max(num_waiting, self.journal.num_unanswered))
+        """Until a full queue will have been served, by the pace of the last seconds."""
+        return self._pace.wait_s(max(self._max_queued, self.journal.num_unanswered))
 
     def _on_emits(self, message: Emits) -> None:
         tokens = unpack_ids(message.tokens)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from process.server import Server, is_running, served, wait_for
+from process.server import Server, served, wait_for
 
 from nvserve.scripts.client_http import RequestFailed, stream_completion
 
@@ -107,19 +107,6 @@ def test_streams_go_on_unchanged_when_a_process_is_killed(
     assert texts(streams) == reference
     after = server.wait_status("recovered", lambda s: s["epoch"] > settled["epoch"])
     assert pid_of(after, victim) != pid_of(settled, victim)
-    kept = {"worker 0", "worker 1", "core", "frontend"} - {victim}
-    assert all(pid_of(after, name) == pid_of(settled, name) for name in kept)
-
-
-@pytest.mark.parametrize("victim", ["worker 1", "core"])
-def test_streams_go_on_unchanged_when_a_process_hangs(
-    server: Server, reference: list[str], settled: dict[str, Any], victim: str
-) -> None:
-    streams = start_streams(server.wait_ready())
-    os.kill(pid_of(settled, victim), signal.SIGSTOP)
-    assert texts(streams) == reference
-    after = server.wait_status("recovered", lambda s: s["epoch"] > settled["epoch"])
-    assert not is_running(pid_of(settled, victim))
     kept = {"worker 0", "worker 1", "core", "frontend"} - {victim}
     assert all(pid_of(after, name) == pid_of(settled, name) for name in kept)
 

@@ -117,7 +117,8 @@ def test_who_finds_the_queue_full_is_told_when_it_will_be_served() -> None:
         ):
             asked = [pool.submit(asker.complete, **body) for _ in range(22)]
             while sum(one.done() for one in asked) < 8:  # by now the pace is known
-                concurrent.futures.wait([one for one in asked if not one.done()], 1)
+                waiting = [one for one in asked if not one.done()]
+                concurrent.futures.wait(waiting, 30, concurrent.futures.FIRST_COMPLETED)
             last = [client.submit(**body) for _ in range(20)][-1]
             with pytest.raises(RequestError) as caught:
                 client.result(last, limit_s=60)
