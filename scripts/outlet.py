@@ -23,6 +23,7 @@ class Outlet:
         self._stdout_fd: Final = stdout_fd
         self._stderr_fd: Final = stderr_fd
         self._texts: Final[queue.Queue[tuple[int, bytes] | None]] = queue.Queue(MAX_TEXTS)
+        self._is_closed = False
         self._writer: Final = threading.Thread(target=self._run, name="outlet", daemon=True)
         self._writer.start()
 
@@ -39,10 +40,15 @@ class Outlet:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         self._put((self._stdout_fd, f"{line}\n".encode(encoding, "backslashreplace")))
 
-    def close(self) -> None:
-        """Wait a little for what is left."""
+    def close(self) -> bool:
+        """Wait a little for what is left, and say whether all of it has been written.
+
+        The writer ends once nothing is left, also after this has given up on it.
+        """
+        self._is_closed = True
         self._put(None)
         self._writer.join(FAREWELL_S)
+        return not self._writer.is_alive()
 
     def _put(self, text: tuple[int, bytes] | None) -> None:
         with contextlib.suppress(queue.Full):
@@ -54,6 +60,8 @@ class Outlet:
             with contextlib.suppress(OSError):  # its reader has left, or the disk is full
                 while rest:
                     rest = rest[_write_some(fd, rest) :]
+            if self._is_closed and self._texts.empty():  # a full queue had no place for the end
+                return
 
 
 def _write_some(fd: int, text: bytes) -> int:
