@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process.server import Server, is_running, served, title, wait_for
+from process.server import GONE_LIMIT_S, Server, is_running, served, title, wait_for
 from process.sockets import listeners, listeners_of
 
 from nvserve.scripts.model_facts import DEMO_MODEL
 
-EXIT_LIMIT_S = 20.0  # of a launch that cannot start; interpreters start slowly on a full machine
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
 PROMPT = {"model": "demo", "prompt": "To be, or", "max_tokens": 16, "temperature": 0}
 
@@ -58,8 +57,8 @@ def two_ranks() -> Iterator[Server]:
 def test_a_launched_server_answers_and_says_how_to_ask(two_ranks: Server) -> None:
     url = two_ranks.wait_ready()
     assert text_of(post(url, PROMPT)) == text_of(post(url, PROMPT)) != ""
-    assert f"curl {url}/v1/completions" in two_ranks.text
-    assert re.search(r"ready after \d+\.\d s; each process started after: ", two_ranks.text)
+    two_ranks.wait_text(re.escape(f"curl {url}/v1/completions"))
+    two_ranks.wait_text(r"ready after \d+\.\d s; each process started after: ")
     assert status_of(f"{url}/health") == status_of(f"{url}/ready") == 200
 
 
@@ -85,7 +84,7 @@ def test_a_second_launch_on_the_same_port_fails_fast_and_harms_nobody(two_ranks:
     url = two_ranks.wait_ready()
     port = url.rpartition(":")[2]
     with served(Server.launch("--port", port)) as second:
-        assert second.wait_exit(EXIT_LIMIT_S) == 1
+        assert second.wait_exit() == 1
         assert f"port {port} on 127.0.0.1 is already in use" in second.text
         assert not list(second.tmpdir.iterdir())
     assert text_of(post(url, PROMPT))
@@ -130,7 +129,7 @@ def test_a_launch_that_cannot_start_says_why_and_leaves_nothing(
     broken: list[str], code: int, words: str
 ) -> None:
     with served(Server.launch(*broken, "--no-auth")) as server:
-        assert server.wait_exit(EXIT_LIMIT_S) == code
+        assert server.wait_exit() == code
         assert words in server.text
         assert "Traceback" not in server.text
         assert server.out == []
@@ -153,19 +152,19 @@ def test_killing_the_launcher_leaves_no_process_and_no_port() -> None:
         port = int(server.wait_ready().rpartition(":")[2])
         server.pids()
         server.signal(signal.SIGKILL)
-        server.process.wait(5.0)
-        server.wait_gone(limit_s=3.0)
-        assert port not in {port for _, port in listeners().values()}
-        wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), limit_s=3.0)
+        server.process.wait(GONE_LIMIT_S)
+        server.wait_gone()
+        wait_for("a free port", lambda: port not in {p for _, p in listeners().values()})
+        wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), GONE_LIMIT_S)
 
 
 def test_killing_the_launcher_while_workers_load_leaves_no_process() -> None:
     with served(Server.launch("--tp", "2")) as server:
         wait_for("children", lambda: list(server.tmpdir.glob("nvserve-*/launcher.sock")))
-        wait_for("four children", lambda: len(server.pids()) == 4)
+        wait_for("four children", lambda: len(server.pids()) >= 4)
         server.signal(signal.SIGKILL)
-        server.process.wait(5.0)
-        server.wait_gone(limit_s=3.0)
+        server.process.wait(GONE_LIMIT_S)
+        server.wait_gone()
 
 
 def test_a_launch_sweeps_what_others_left_and_spares_the_living() -> None:

@@ -13,7 +13,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from process.server import START_LIMIT_S, environment, is_running, title, wait_for
+from process.server import (
+    EVENT_LIMIT_S,
+    GONE_LIMIT_S,
+    START_LIMIT_S,
+    environment,
+    is_running,
+    title,
+    wait_for,
+)
 
 CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
 SESSION = ["setsid", "--wait"]
@@ -64,9 +72,9 @@ def test_a31_a_launcher_in_a_place_of_its_own_leaves_nothing(
             [launcher] = [pid for pid in started if title(pid) == "nvserve: launcher"]
             assert len(started) >= 4  # and frontend, core, worker
             os.kill(launcher, number)
-            code = process.wait(30)
+            code = process.wait(EVENT_LIMIT_S)
         assert (code == 0) == (number == signal.SIGTERM)
-        wait_for("nothing left", lambda: not any(map(is_running, started)), 5.0)
+        wait_for("nothing left", lambda: not any(map(is_running, started)), GONE_LIMIT_S)
         if number == signal.SIGTERM:
             assert not list(tmpdir.iterdir())
     finally:

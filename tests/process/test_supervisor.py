@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process.server import Server, is_running, served, title, wait_for
+from process.server import (
+    EVENT_LIMIT_S,
+    GONE_LIMIT_S,
+    Server,
+    is_running,
+    served,
+    title,
+    wait_for,
+)
 
 from nvserve.scripts.exit_codes import ExitCode
 
 PATIENT_S = 60.0  # a loaded machine is no hang, unless a test is about hangs
 HANG_S = 3.0
+SHORT_OF_A_DRAIN_S = 20.0  # which may take 30
 FAKE_LAUNCH = str(Path(__file__).parent / "fake_launch.py")
 
 
@@ -53,6 +61,14 @@ def has_title(pid: int, expected: str) -> bool:
 def restarts(server: Server) -> dict[str, int]:
     counts: dict[str, int] = server.status()["restarts"]
     return counts
+
+
+def assert_no_restart(server: Server, seconds: float) -> None:
+    """Look all the time, for so long at least."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        counts = restarts(server)
+        assert not any(counts.values()), counts
 
 
 def test_a_launch_becomes_ready_and_its_processes_carry_titles(launch: Launches) -> None:
@@ -150,12 +166,11 @@ def test_a_stopped_process_is_found_fenced_and_replaced(launch: Launches, name: 
     server.wait_ready()
     before = server.pids()
     kill(server, name, signal.SIGSTOP)
-    begun = time.monotonic()
     server.wait_epoch(1)
-    assert time.monotonic() - begun > 1.0, "a hang was seen before --hang-timeout"
     after = server.pids()
     assert {n for n in after if after[n] != before[n]} == {name}
-    server.wait_text(rf"{name} has been silent for .* stopped from outside")
+    told = server.wait_text(rf"{name} has been silent for (\d+\.\d+) s.* stopped from outside")
+    assert float(told[1]) >= HANG_S, "a hang was seen before --hang-timeout"
 
 
 def test_a_stopped_frontend_is_replaced(launch: Launches) -> None:
@@ -172,11 +187,9 @@ def test_a_short_stop_restarts_nobody(launch: Launches) -> None:
     server.wait_ready()
     before = server.pids()
     kill(server, "worker 0", signal.SIGSTOP)
-    with pytest.raises(AssertionError):  # a second passes and nothing happens
-        wait_for("a restart", lambda: restarts(server)["worker"], 1.0)
+    assert_no_restart(server, 1.0)
     kill(server, "worker 0", signal.SIGCONT)
-    with pytest.raises(AssertionError):
-        wait_for("a restart", lambda: restarts(server)["worker"], 1.0)
+    assert_no_restart(server, 1.0)
     assert server.pids() == before
 
 
@@ -190,8 +203,7 @@ def test_a_launcher_stopped_with_all_its_children_restarts_nobody(launch: Launch
     time.sleep(HANG_S + 1.0)  # longer than the limit: the silence itself is what is tested
     for pid in everybody:
         os.kill(pid, signal.SIGCONT)
-    with pytest.raises(AssertionError):
-        wait_for("a restart", lambda: sum(restarts(server).values()), 1.0)
+    assert_no_restart(server, 1.0)
     assert server.pids() == before
 
 
@@ -285,7 +297,7 @@ def test_a_drain_that_takes_too_long_is_cut_off(launch: Launches) -> None:
     server.wait_ready()
     server.status()
     server.signal(signal.SIGTERM)
-    assert server.wait_exit(limit_s=10.0) == 0
+    assert server.wait_exit(SHORT_OF_A_DRAIN_S) == 0
 
 
 def test_a_second_signal_stops_at_once(launch: Launches) -> None:
@@ -295,7 +307,7 @@ def test_a_second_signal_stops_at_once(launch: Launches) -> None:
     server.signal(signal.SIGINT)
     server.wait_text("draining")
     server.signal(signal.SIGINT)
-    assert server.wait_exit(limit_s=5.0) == ExitCode.INTERRUPTED
+    assert server.wait_exit(SHORT_OF_A_DRAIN_S) == ExitCode.INTERRUPTED
 
 
 def test_a_signal_while_starting_ends_the_launch_cleanly(launch: Launches) -> None:
@@ -303,7 +315,7 @@ def test_a_signal_while_starting_ends_the_launch_cleanly(launch: Launches) -> No
     server.wait_text(r"worker 1 \| ")
     server.status()
     server.signal(signal.SIGTERM)
-    assert server.wait_exit(limit_s=10.0) == 0
+    assert server.wait_exit(SHORT_OF_A_DRAIN_S) == 0
 
 
 def test_a_stopped_child_does_not_outlive_a_drain(launch: Launches) -> None:
@@ -311,7 +323,7 @@ def test_a_stopped_child_does_not_outlive_a_drain(launch: Launches) -> None:
     server.wait_ready()
     kill(server, "worker 0", signal.SIGSTOP)
     server.signal(signal.SIGTERM)
-    assert server.wait_exit(limit_s=10.0) == 0
+    assert server.wait_exit(SHORT_OF_A_DRAIN_S) == 0
 
 
 def test_killing_the_launcher_takes_every_child_along_even_a_stopped_one(launch: Launches) -> None:
@@ -320,9 +332,9 @@ def test_killing_the_launcher_takes_every_child_along_even_a_stopped_one(launch:
     server.wait_status("a spare", lambda s: len(s["processes"]) == 5)
     kill(server, "worker 0", signal.SIGSTOP)
     server.signal(signal.SIGKILL)
-    server.process.wait(5.0)
-    server.wait_gone(limit_s=3.0)
-    wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), limit_s=3.0)
+    server.process.wait(GONE_LIMIT_S)
+    server.wait_gone()
+    wait_for("nothing left", lambda: not list(server.tmpdir.iterdir()), GONE_LIMIT_S)
 
 
 def test_children_ignore_a_terminals_interrupt(launch: Launches) -> None:
@@ -331,8 +343,7 @@ def test_children_ignore_a_terminals_interrupt(launch: Launches) -> None:
     before = server.pids()
     for pid in before.values():
         os.kill(pid, signal.SIGINT)
-    with pytest.raises(AssertionError):
-        wait_for("a restart", lambda: sum(restarts(server).values()), 0.5)
+    assert_no_restart(server, 0.5)
     assert server.pids() == before
 
 
@@ -345,7 +356,7 @@ def test_the_control_socket_refuses_what_it_does_not_know(launch: Launches) -> N
     assert directory.stat().st_mode & 0o777 == 0o700
     for line, answer in ((b"[]\n", b"not a JSON"), (b'{"command": "x"}\n', b"unknown command")):
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
+            connection.settimeout(EVENT_LIMIT_S)
             connection.connect(str(directory / "launcher.sock"))
             connection.sendall(line)
             assert answer in connection.recv(4096)
@@ -356,4 +367,4 @@ def test_lines_of_every_process_carry_time_and_name(launch: Launches) -> None:
     server = launch()
     server.wait_ready()
     for name in ("worker 0", "worker 1", "core", "frontend"):
-        assert re.search(rf"^\d\d:\d\d:\d\d {name} \| INFO role", server.text, re.MULTILINE)
+        server.wait_text(rf"(?m)^\d\d:\d\d:\d\d {name} \| INFO role")
