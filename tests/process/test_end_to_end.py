@@ -158,6 +158,7 @@ def test_64_streams_and_a_client_that_leaves(
     with served(Server.launch("--spares", "0", "--tp", "2")) as server:
         url = server.wait_ready()
         check(ask_all(url, [list(one.prompt) for one in references]), references, tokenizer)
+        before = wait_for("stats", lambda: _settled(url))["nvserve:generation_tokens_total"]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         stream = client.completions.create(
             model="demo",
@@ -169,5 +170,6 @@ def test_64_streams_and_a_client_that_leaves(
         next(iter(stream))
         wait_for("running", lambda: metrics(url)["nvserve:kv_cache_usage_perc"] > 0)
         stream.close()
-        wait_for("blocks back", lambda: _settled(url), 2.0)
+        after = wait_for("blocks back", lambda: _settled(url))
+        assert after["nvserve:generation_tokens_total"] < before + 4000, "it ran to its end"
         client.close()

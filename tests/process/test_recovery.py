@@ -6,7 +6,6 @@ All streams are greedy in float32 on the demo model, so each has one right text.
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,19 +21,20 @@ PROMPTS = (
     "Good morrow to you,",
 )
 NUM_TOKENS = 300
+NUM_LONG = 3000  # of a stream that shall not end by itself before something happens to it
 STREAM_LIMIT_S = 120.0
 
 
 class Stream:
     """One greedy completion, read in a thread of its own."""
 
-    def __init__(self, url: str, prompt: str) -> None:
+    def __init__(self, url: str, prompt: str, num_tokens: int = NUM_TOKENS) -> None:
         self.text = ""
         self.error: Exception | None = None
         self._body = {
             "model": "demo",
             "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
+            "max_tokens": num_tokens,
             "temperature": 0,
             "ignore_eos": True,
         }
@@ -55,9 +55,9 @@ class Stream:
         return self.text
 
 
-def start_streams(url: str) -> list[Stream]:
+def start_streams(url: str, num_tokens: int = NUM_TOKENS) -> list[Stream]:
     """Streams on all prompts, each under way."""
-    streams = [Stream(url, prompt) for prompt in PROMPTS]
+    streams = [Stream(url, prompt, num_tokens) for prompt in PROMPTS]
     for stream in streams:
         wait_for("first tokens", lambda s=stream: len(s.text) > 40)  # type: ignore[misc]
     return streams
@@ -69,7 +69,7 @@ def texts(streams: list[Stream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    flags = ["--tp", "2", "--dtype", "float32", "--max-restarts", "1000", "--hang-timeout", "5"]
+    flags = ["--tp", "2", "--dtype", "float32", "--max-restarts", "1000"]
     with served(Server.launch(*flags)) as launched:
         launched.wait_ready()
         yield launched
@@ -115,9 +115,8 @@ def test_a_killed_frontend_is_back_on_its_port_and_core_forgets_its_streams(
     server: Server, reference: list[str], settled: dict[str, Any]
 ) -> None:
     url = server.wait_ready()
-    streams = start_streams(url)
+    streams = start_streams(url, NUM_LONG)
     os.kill(pid_of(settled, "frontend"), signal.SIGKILL)
-    begun = time.monotonic()
     again = Stream(url, PROMPTS[0])  # the socket is open all the time: refused by nobody
     assert again.finish() == reference[0]
     for stream in streams:
@@ -125,7 +124,6 @@ def test_a_killed_frontend_is_back_on_its_port_and_core_forgets_its_streams(
             stream.finish()
     after = server.wait_status("ready", lambda s: s["state"] == "ready")
     assert after["epoch"] == settled["epoch"]
-    assert time.monotonic() - begun < 60.0
 
 
 def test_a_worker_killed_while_idle_is_replaced_and_the_next_request_is_right(
