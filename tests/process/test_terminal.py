@@ -1,26 +1,46 @@
 """`nvserve generate` and `nvserve chat`: text on the terminal, and nothing left running."""
 
+import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from process.server import PATIENT, Server, environment, is_running, served, wait_for
+from process.server import (
+    EVENT_LIMIT_S,
+    GONE_LIMIT_S,
+    PATIENT,
+    Server,
+    environment,
+    is_running,
+    served,
+    wait_for,
+)
 
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.model_facts import DEMO_MODEL
 
 NVSERVE = [sys.executable, "-m", "nvserve"]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with served(Server.launch("--spares", "0")) as server:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model that knows no end: its replies are as long as they may be."""
+    model = tmp_path_factory.mktemp("endless") / "demo"
+    shutil.copytree(DEMO_MODEL, model)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text())
+        settings.pop("eos_token_id")
+        (model / name).write_text(json.dumps(settings))
+    with served(Server.launch("--spares", "0", "--model", str(model))) as server:
         yield server.wait_ready()
 
 
@@ -82,7 +102,7 @@ def test_an_interrupted_generate_takes_its_server_along(tmpdir: Path) -> None:
     with process.stdout:
         assert process.stdout.read(10)  # the prompt and the first text
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) != 0
+        assert process.wait(EVENT_LIMIT_S) != 0
     wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
 
 
@@ -93,8 +113,8 @@ def test_a_killed_generate_takes_its_server_along(tmpdir: Path) -> None:
     wait_for("a launch", lambda: list(tmpdir.glob("nvserve-*/launcher.sock")))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
-    process.wait(10)
-    wait_for("no launcher", lambda: not any(is_running(int(pid)) for pid in children), 3.0)
+    process.wait(GONE_LIMIT_S)
+    wait_for("no launcher", lambda: not any(map(is_running, map(int, children))), GONE_LIMIT_S)
     wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
 
 
@@ -113,15 +133,16 @@ def test_a_launch_drains_when_streams_were_closed_or_their_reader_has_left(
     with process.stderr, process.stdout:
         assert process.stdout.readline().startswith(b"nvserve is ready: ")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == ExitCode.OK
+    assert process.wait(EVENT_LIMIT_S) == ExitCode.OK
 
 
 class Chat:
     """A chat with pipes for a terminal; `read_until` waits for what it writes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, max_tokens: int = 40) -> None:
+        flags = ["--endpoint", url, "--temperature", "0", "--max-tokens", str(max_tokens)]
         self.process = subprocess.Popen(
-            [*NVSERVE, "chat", "--endpoint", url, "--temperature", "0"],
+            [*NVSERVE, "chat", *flags],
             env=environment(PYTHONUNBUFFERED="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -138,6 +159,7 @@ class Chat:
     def read_until(self, pattern: str) -> str:
         """The text up to the first match, which is taken away."""
         while (found := re.search(pattern, self.text)) is None:
+            assert select.select([self.stdout], [], [], EVENT_LIMIT_S)[0], f"never {pattern!r}"
             piece = os.read(self.stdout.fileno(), 4096)
             assert piece, f"ended before {pattern!r}: {self.text!r}"
             self.text += piece.decode()
@@ -149,27 +171,33 @@ class Chat:
         self.stdin.close()
         self.read_until(r"\n")
         self.stdout.close()
-        return self.process.wait(30)
+        return self.process.wait(EVENT_LIMIT_S)
+
+    def close(self) -> None:
+        """Whatever the test did: nothing stays behind."""
+        self.process.kill()
+        self.process.wait(GONE_LIMIT_S)
+        self.stdin.close()
+        self.stdout.close()
 
 
 def test_a_chat_remembers_goes_on_and_leaves_at_the_end_of_input(url: str) -> None:
-    chat = Chat(url)
-    chat.read_until("> ")
-    chat.say("Who are you?")
-    first = chat.read_until(r"\n> ")
-    assert len(first) > 10
-    chat.say("Who are you?")
-    assert chat.read_until(r"\n> ") != first, "the second turn did not see the first one"
-    assert chat.leave() == 0
+    with closing(Chat(url)) as chat:
+        chat.read_until("> ")
+        chat.say("Who are you?")
+        first = chat.read_until(r"\n> ")
+        assert len(first) > 10
+        chat.say("Who are you?")
+        assert chat.read_until(r"\n> ") != first, "the second turn did not see the first one"
+        assert chat.leave() == 0
 
 
 def test_an_interrupt_stops_the_reply_and_not_the_chat(url: str) -> None:
-    chat = Chat(url)
-    chat.read_until("> ")
-    chat.say("Tell me all about the wars of York and Lancaster.")
-    chat.read_until(r"\w")
-    chat.process.send_signal(signal.SIGINT)
-    assert chat.read_until(r"\n> ").endswith("[stopped]\n> ")
-    chat.say("Who are you?")
-    assert len(chat.read_until(r"\n> ")) > 10
-    assert chat.leave() == 0
+    with closing(Chat(url, max_tokens=1500)) as chat:
+        chat.read_until("> ")
+        for _ in range(2):
+            chat.say("Tell me all about the wars of York and Lancaster.")
+            chat.read_until(r"\w")
+            chat.process.send_signal(signal.SIGINT)
+            assert chat.read_until(r"\n> ").endswith("[stopped]\n> ")
+        assert chat.leave() == 0
