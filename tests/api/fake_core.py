@@ -33,6 +33,7 @@ from nvserve.protocol.messages import (
 
 T = TypeVar("T")
 
+EVENT_LIMIT_S = 30.0  # for whatever surely comes: what has happened costs nobody this time
 EOS = 1
 FIRST_TOKEN, NUM_TOKENS = 261, 700  # ordinary tokens of the demo model's vocabulary
 NUM_BLOCKS = 64
@@ -57,9 +58,16 @@ class Running:
 class FakeCore:
     """One life of core. Attributes may be set from the test's thread before it needs them."""
 
-    def __init__(self, launch_dir: str, frontend_life: int, core_life: int) -> None:
+    def __init__(
+        self,
+        launch_dir: str,
+        frontend_life: int,
+        core_life: int,
+        most_tokens: int | None = None,
+    ) -> None:
         self.lives = (core_life, frontend_life)
         self.script: list[int] | None = None  # tokens of every request, then EOS
+        self.most_tokens = most_tokens  # of a request in this life; then it waits for another
         self.refusal: Refused | None = None
         self.is_silent = False  # does not answer submits
         self.is_held = threading.Event()  # set: no steps
@@ -77,7 +85,10 @@ class FakeCore:
 
     # -- for tests -------------------------------------------------------------------------------
 
-    def wait_until(self, test: Callable[["FakeCore"], bool], limit_s: float = 5.0) -> None:
+    def wait_until(
+        self, test: Callable[["FakeCore"], bool], limit_s: float = EVENT_LIMIT_S
+    ) -> None:
+        """Until a test holds, which is made while core stands still."""
         with self._news:
             assert self._news.wait_for(lambda: test(self), limit_s), f"not within {limit_s} s"
 
@@ -87,7 +98,7 @@ class FakeCore:
     def kill(self) -> None:
         """End this life without another word."""
         self._is_over.set()
-        self._thread.join(5.0)
+        self._thread.join(EVENT_LIMIT_S)
         assert not self._thread.is_alive()
 
     # -- the thread ------------------------------------------------------------------------------
@@ -144,10 +155,14 @@ class FakeCore:
 
     def _step(self, outbox: Outbox) -> None:
         with self._news:
-            rows = list(self.running.items())
-        emits = self._emits(rows)
-        for altered in self.alter(emits):
-            outbox.send(encode(altered))
+            rows = [(number, one) for number, one in self.running.items() if self._is_due(one)]
+            altered = self.alter(self._emits(rows)) if rows else []
+            self._news.notify_all()
+        for emits in altered:
+            outbox.send(encode(emits))
+
+    def _is_due(self, request: Running) -> bool:
+        return self.most_tokens is None or len(request.output) < self.most_tokens
 
     def _emits(self, rows: list[tuple[int, Running]]) -> Emits:
         core_life, frontend_life = self.lives

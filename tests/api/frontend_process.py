@@ -9,17 +9,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from api.fake_core import FakeCore
+from api.fake_core import EVENT_LIMIT_S, FakeCore
 
 from nvserve.protocol.channel import ControlChannel
 from nvserve.protocol.codec import decode_from_child, encode
 from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import Condition, Drain, Peers, Ready, Role, Setup, State
 
+START_LIMIT_S = 60.0  # an interpreter starts slowly on a full machine
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = str(ROOT / "scripts" / "demo_model")
 MODEL_NAME = "demo"
@@ -60,7 +62,7 @@ class FrontendProcess:
     def restart(self, **changes: Any) -> None:
         """Kill it with SIGKILL and start the next life on the same listening socket."""
         self.process.kill()
-        self.process.wait(5.0)
+        self.process.wait(EVENT_LIMIT_S)
         self.control.close()
         if self.core is not None:
             self.core.kill()
@@ -92,7 +94,7 @@ class FrontendProcess:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def expect(self, message_type: type[T], limit_s: float = 20.0) -> T:
+    def expect(self, message_type: type[T], limit_s: float = START_LIMIT_S) -> T:
         """The next control message of this type; others before it are skipped."""
         deadline = time.monotonic() + limit_s
         while (left_s := deadline - time.monotonic()) > 0:
@@ -103,17 +105,23 @@ class FrontendProcess:
                 return message
         raise AssertionError(f"no {message_type.__name__} within {limit_s} s")
 
-    def wait_connected(self, limit_s: float = 5.0) -> None:
+    def wait_connected(self) -> None:
         """Until /ready is 200: core's Hello has arrived."""
-        deadline = time.monotonic() + limit_s
-        while self.get("/ready")[0] != 200:
-            assert time.monotonic() < deadline, f"not ready within {limit_s} s"
+        self._wait_for("ready", lambda: self.get("/ready")[0] == 200)
 
-    def wait_metric(self, name: str, value: float, limit_s: float = 20.0) -> None:
+    def wait_health(self, status: str) -> None:
+        """Until /health has this status."""
+        self._wait_for(status, lambda: json.loads(self.get("/health")[1])["status"] == status)
+
+    def wait_metric(self, name: str, value: float) -> None:
         """Until a metric with no label but the model's name has this value."""
-        deadline = time.monotonic() + limit_s
-        while f"\n{name}{LABEL} {float(value)}\n" not in self.get("/metrics")[1].decode():
-            assert time.monotonic() < deadline, f"{name} is not {value} within {limit_s} s"
+        line = f"\n{name}{LABEL} {float(value)}\n"
+        self._wait_for(line.strip(), lambda: line in self.get("/metrics")[1].decode())
+
+    def _wait_for(self, what: str, probe: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + EVENT_LIMIT_S
+        while not probe():
+            assert time.monotonic() < deadline, f"{what}: not within {EVENT_LIMIT_S} s"
 
     def get(self, path: str) -> tuple[int, bytes]:
         return self.request("GET", path)
@@ -132,7 +140,7 @@ class FrontendProcess:
         body: bytes = b"",
         headers: dict[str, str] | None = None,
         *,
-        limit_s: float = 10.0,
+        limit_s: float = EVENT_LIMIT_S,
     ) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=limit_s)
         try:
@@ -146,12 +154,12 @@ class FrontendProcess:
     def ready(self) -> Ready:
         return self.expect(Ready)
 
-    def new_core(self) -> FakeCore:
+    def new_core(self, most_tokens: int | None = None) -> FakeCore:
         """Kill the present core, if any, and give the frontend the next life of it."""
         if self.core is not None:
             self.core.kill()
         self._core_life += 1
-        core = self.core = FakeCore(self.launch_dir, self.life, self._core_life)
+        core = self.core = FakeCore(self.launch_dir, self.life, self._core_life, most_tokens)
         self.control.send(encode(Peers(self.life, self._core_life)))
         self.tell(State.READY)
         return core
@@ -159,9 +167,9 @@ class FrontendProcess:
     def tell(self, state: State, reason: str = "") -> None:
         self.control.send(encode(Condition(state, reason)))
 
-    def exit_code(self, limit_s: float = 5.0) -> int:
+    def exit_code(self) -> int:
         """Wait for the process to end by itself."""
-        return self.process.wait(limit_s)
+        return self.process.wait(EVENT_LIMIT_S)
 
     def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
         self.control.send(encode(Drain(timeout_s, is_restart)))
@@ -171,10 +179,10 @@ class FrontendProcess:
             self.core.kill()
         self.control.close()  # the frontend leaves with its launcher
         try:
-            self.process.wait(5.0)
+            self.process.wait(EVENT_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(5.0)
+            self.process.wait(EVENT_LIMIT_S)
             raise
         finally:
             self._listener.close()
