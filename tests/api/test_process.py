@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from api.frontend_process import LABEL, FrontendProcess
+from api.fake_core import EVENT_LIMIT_S
+from api.frontend_process import FrontendProcess
 
 from nvserve.protocol.codec import encode
 from nvserve.protocol.control import Exit, Failed
@@ -48,7 +49,7 @@ def test_it_leaves_when_told_and_when_its_launcher_is_gone(frontend: FrontendPro
     orphan = FrontendProcess()
     orphan.ready()
     orphan.control.close()
-    assert orphan.exit_code(3.0) == 1
+    assert orphan.exit_code() == 1
     orphan.close()
 
 
@@ -66,10 +67,14 @@ def test_without_an_endpoint_there_is_no_zmq_door() -> None:
 def test_the_progress_page_is_beaten_from_the_loop(shared: FrontendProcess) -> None:
     path = page_path(shared.launch_dir, "frontend", 0)
     shared.get("/health")
-    page = read_page(path)
+    first = page = read_page(path)
+    assert first is not None
+    deadline = time.monotonic() + EVENT_LIMIT_S
+    while page is not None and page.time_s == first.time_s:
+        assert page.phase is Phase.SERVING
+        assert time.monotonic() < deadline, "it stands still"
+        page = read_page(path)
     assert page is not None
-    assert page.phase is Phase.SERVING
-    assert time.monotonic() - page.time_s < 1.0
 
 
 @pytest.mark.parametrize("size", [200_000, 5_000_000])
@@ -78,17 +83,23 @@ def test_long_prompts_do_not_stop_the_others(shared: FrontendProcess, size: int)
     headers = {"content-type": "application/json"}
 
     def post() -> int:
-        return shared.request("POST", "/v1/completions", body, headers, limit_s=30)[0]
+        return shared.request("POST", "/v1/completions", body, headers)[0]
 
-    slowest = 0.0
-    with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(post) for _ in range(8)]
-        while not all(future.done() for future in futures):
-            started = time.monotonic()
-            assert shared.get("/health")[0] == 200
-            slowest = max(slowest, time.monotonic() - started)
-        assert [future.result() for future in futures] == [400] * 8
-    assert slowest < 1.0  # the bound asked for is 0.2 s; this machine may be shared
+    def slowest() -> float:
+        """Of the answers that others get meanwhile."""
+        waits = [0.0]
+        with ThreadPoolExecutor(8) as pool:
+            futures = [pool.submit(post) for _ in range(8)]
+            while not all(future.done() for future in futures):
+                started = time.monotonic()
+                assert shared.get("/health")[0] == 200
+                waits.append(time.monotonic() - started)
+            assert [future.result() for future in futures] == [400] * 8
+        return max(waits)
+
+    # What the frontend does is done in each round, what else runs on this machine is not.
+    rounds = (slowest() for _ in range(5))
+    assert any(wait_s < 0.5 for wait_s in rounds)
 
 
 def test_it_takes_as_many_descriptors_as_it_may() -> None:
@@ -112,5 +123,4 @@ def test_nothing_stays_open_after_a_burst(shared: FrontendProcess) -> None:
         bodies = [{"prompt": [number + 1], "n": 4} for number in range(64)]
         answers = list(pool.map(lambda body: shared.post("/v1/completions", body)[0], bodies))
     assert answers == [200] * 64
-    lines = shared.get("/metrics")[1].decode().splitlines()
-    assert f"nvserve:frontend_open_requests{LABEL} 0.0" in lines
+    shared.wait_metric("nvserve:frontend_open_requests", 0)
