@@ -62,13 +62,13 @@ def test_without_the_flag_no_origin_is_named(shared: FrontendProcess) -> None:
 
 
 def test_a_request_names_its_own_deadline(frontend: FrontendProcess, core: FakeCore) -> None:
-    status, _ = frontend.post("/v1/completions", ASK, **{"X-Request-Timeout": "2.5"})
+    status, _ = frontend.post("/v1/completions", ASK, **{"X-Request-Timeout": "62.5"})
     assert status == 200
     with Client(frontend.endpoint) as client:
-        client.generate([5], max_tokens=2, timeout_s=7.0)
+        client.generate([5], max_tokens=2, timeout_s=67.0)
     by_http, by_zmq = core.of_type(Submit)
-    assert by_http.deadline - by_http.arrival == pytest.approx(2.5)
-    assert by_zmq.deadline - by_zmq.arrival == pytest.approx(7.0)
+    assert by_http.deadline - by_http.arrival == pytest.approx(62.5)
+    assert by_zmq.deadline - by_zmq.arrival == pytest.approx(67.0)
 
 
 def test_a_deadline_that_passed_is_a_504(frontend: FrontendProcess, core: FakeCore) -> None:
