@@ -97,15 +97,24 @@ def _cut(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> Skinn
     return skinny_cut(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype.
+
+    Written to `out` where that is given, which is contiguous, and then without a bias.
+    """
+    assert out is None or bias is None
     cut = _cut(x, weight)
     if cut is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
     # Triton is absent from CPU-only installs, so its kernels load with their first use.
     from nvserve.kernels import matmul_triton
 
-    return matmul_triton.linear(x, weight, bias, cut)
+    return matmul_triton.linear(x, weight, bias, cut, out)
 
 
 def linear_silu_mul(

@@ -143,10 +143,13 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
 
 
 def _strips(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
-) -> torch.Tensor:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cut: SkinnyCut,
+    out: torch.Tensor,
+) -> None:
     num_tokens, (outputs, inputs) = x.shape[0], weight.shape
-    out = x.new_empty(num_tokens, outputs)
     tokens = max(16, triton.next_power_of_2(num_tokens))
     num_strips = triton.cdiv(outputs, cut.outputs)
     _strip_kernel[(min(num_strips, cut.programs_per_sm * num_sms(x.device)),)](
@@ -167,16 +170,20 @@ def _strips(
         num_warps=cut.warps,
         **launch_options(x.device),
     )
-    return out
 
 
 def _vector(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut, gated: bool
-) -> torch.Tensor:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cut: SkinnyCut,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+) -> None:
     inputs = weight.shape[1]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     x = x.contiguous()
-    out = x.new_empty(1, outputs)
     _vector_kernel[(triton.cdiv(outputs, cut.outputs),)](
         x,
         weight,
@@ -191,17 +198,25 @@ def _vector(
         num_warps=cut.warps,
         **launch_options(x.device),
     )
-    return out
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cut: SkinnyCut,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See matmul.linear; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    assert out.is_contiguous()
     if x.shape[0] == 1:
-        return _vector(x, weight, bias, cut, gated=False)
-    return _strips(x, weight, bias, cut)
+        _vector(x, weight, bias, cut, out, gated=False)
+    else:
+        _strips(x, weight, bias, cut, out)
+    return out
 
 
 def linear_silu_mul(
@@ -210,4 +225,6 @@ def linear_silu_mul(
     """See matmul.linear_silu_mul; one row, weight is contiguous."""
     assert weight.is_contiguous()
     assert x.shape[0] == 1
-    return _vector(x, weight, bias, cut, gated=True)
+    out = x.new_empty(1, weight.shape[0] // 2)
+    _vector(x, weight, bias, cut, out, gated=True)
+    return out

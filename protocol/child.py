@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from typing import Final, NoReturn
 
 import msgspec
@@ -37,6 +38,7 @@ class Child:
         self.setup: Final = setup
         self.control: Final = control
         self.page: Final = page
+        self.looked: Final = threading.Event()  # set whenever `receive` is called
         self.faults: Final[Faults | None] = install() if setup.config.enable_faults else None
 
     def send(self, message: msgspec.Struct) -> bool:
@@ -49,6 +51,7 @@ class Child:
         Ends the process at once when the launcher is gone. A StartEpoch that gives a rank also
         renames the process. A malformed message is logged and skipped.
         """
+        self.looked.set()
         if timeout_s > 0.0 and not _is_readable(self.control, timeout_s):
             return None
         try:

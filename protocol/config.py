@@ -71,3 +71,4 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: Literal["", "hermes", "llama3_json"] = ""  # how the model writes tool calls
     reasoning_parser: Literal["", "think"] = ""  # how it marks its reasoning; empty = it does not
     share_gpu: bool = False  # several ranks may take one GPU, joined by gloo: for tests
+    disable_custom_all_reduce: bool = False  # NCCL does all sums over ranks

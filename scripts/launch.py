@@ -171,6 +171,11 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
 )
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option(
+    "--disable-custom-all-reduce",
+    is_flag=True,
+    help="Sum over ranks through NCCL alone, not through each other's memory.",
+)
+@click.option(
     "--share-gpu",
     is_flag=True,
     help="Let ranks share GPUs when there are fewer than --tp; slow, needs --num-kv-blocks.",

@@ -29,9 +29,10 @@ from nvserve.workers.kv_cache import (
     num_cuda_blocks,
 )
 from nvserve.workers.models.config import DecoderConfig, check_parallel
-from nvserve.workers.models.decoder import Decoder
+from nvserve.workers.models.decoder import NUM_PLACES, Decoder
 from nvserve.workers.models.registry import read_config
 from nvserve.workers.parallel import DEFAULT_LIMIT_S, POLL_S, TensorParallel
+from nvserve.workers.peer_memory import Layout
 from nvserve.workers.pending_step import PendingStep
 from nvserve.workers.runner import Runner
 from nvserve.workers.staging import Staging
@@ -111,6 +112,9 @@ class TorchEngine:
     def prepare_ahead(self) -> bool:
         return self._runner is not None and self._runner.capture_next()
 
+    def abort(self) -> None:
+        self._parallel.abort()
+
     def end(self) -> None:
         self._parallel.leave()
 
@@ -144,10 +148,20 @@ class TorchEngine:
         device = self._open_device(start, place)
         limit_s = max(DEFAULT_LIMIT_S, 4 * self._config.hang_timeout_s)
         self._parallel = TensorParallel(
-            start.rank, start.tp_size, self._page, limit_s, wants_gloo=place.is_shared
+            start.rank,
+            start.tp_size,
+            self._page,
+            limit_s,
+            wants_gloo=place.is_shared,
+            layout=self._peer_layout(architecture, start.tp_size),
         )
         self._model = self._load_weights(architecture, device, report)
         return self._model
+
+    def _peer_layout(self, architecture: DecoderConfig, tp_size: int) -> Layout | None:
+        if self._config.disable_custom_all_reduce:
+            return None
+        return Layout(tp_size, NUM_PLACES, architecture.hidden_size, self._dtype)
 
     def _load_weights(
         self, architecture: DecoderConfig, device: torch.device, report: Report

@@ -47,6 +47,9 @@ class FaultyEngine:
     def prepare_ahead(self) -> bool:
         return self._engine.prepare_ahead()
 
+    def abort(self) -> None:
+        self._engine.abort()
+
     def end(self) -> None:
         self._engine.end()
 

@@ -32,6 +32,7 @@ from nvserve.protocol.messages import (
     StepFailed,
 )
 from nvserve.protocol.progress import BEAT_S, Phase
+from nvserve.workers.lifeline import hold_lifeline
 from nvserve.workers.step_result import Engine, ModelRefused, PeerLost, Pending, StepResult
 
 logger = logging.getLogger(__name__)
@@ -315,6 +316,7 @@ def main(argv: list[str]) -> int:
     child.page.beat(Phase.LOADING)
     child.send(Progress("import"))
     engine = make_engine(child)
+    hold_lifeline(child, engine.abort)
     child.send(Ready())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     start = wait_for_epoch(child)

@@ -1,9 +1,10 @@
 """The tensor-parallel group and its epochs, and the few exchanges that ranks need.
 
-Every result is bit for bit the same on all ranks: sums add in rank order, choices break ties
-towards the lowest id. A group of one exchanges nothing. Knows tensors; never models.
+Every result is bit for bit the same on all ranks: choices break ties towards the lowest id, and
+sums add in rank order, but for those that NCCL does, in an order of its own that all ranks share. A
+group of one exchanges nothing. Knows tensors; never models.
 
-R rows of the step, V vocabulary columns of one rank.
+R rows of the step, N hidden size, V vocabulary columns of one rank.
 """
 
 import os
@@ -12,13 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from nvserve.kernels.norm import add_rms_norm
 from nvserve.protocol.progress import ProgressPage
+from nvserve.workers.crossover import agree_on_crossover
+from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
+from nvserve.workers.roll_call import RollCall
 from nvserve.workers.step_result import PeerLost, Wait
 
 DEFAULT_LIMIT_S: Final = 20.0  # of a collective, and of connecting once all have shown up
@@ -49,27 +54,36 @@ class TensorParallel:
         limit_s: float = DEFAULT_LIMIT_S,
         *,
         wants_gloo: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         """`limit_s` shall exceed the launcher's hang limit: fencing a peer frees the others.
 
-        `wants_gloo`: also on a GPU, where exchanges then go through host memory.
+        `wants_gloo`: also on a GPU, where exchanges then go through host memory. With a `layout`,
+        few rows are summed through peer memory where the GPUs reach each other's.
         """
         self.rank: Final = rank
         self.size: Final = size
         self._page = page
         self._limit: Final = timedelta(seconds=limit_s)
         self._wants_gloo: Final = wants_gloo
+        self._layout: Final = layout
         self._is_nccl = False
+        self._crossover: Crossover | None = None  # found in the first epoch
+        self._peers: PeerMemory | None = None
+        self._aborting: Thread | None = None
+        self._abort_lock: Final = Lock()
 
     # -- epochs --------------------------------------------------------------------------------
 
     def join(self, launch_dir: str, epoch: int, device: torch.device, wait: Wait) -> None:
         """Form the group of this epoch with all ranks; every rank calls this.
 
-        While ranks are missing, `wait(seconds)` is called again and again: it returns in time, or
-        raises to give up. PeerLost when a rank that had shown up is gone before it has connected.
+        The device has nothing left to do for the epoch before. While ranks are missing,
+        `wait(seconds)` is called again and again: it returns in time, or raises to give up.
+        PeerLost when a rank that had shown up is gone before it has connected.
         """
         self.leave()
+        self._peers = None
         if self.size == 1:
             return
         for name, value in _ENVIRONMENT.items():
@@ -77,10 +91,8 @@ class TensorParallel:
         self._is_nccl = device.type == "cuda" and not self._wants_gloo
         path = str(Path(launch_dir) / f"e{epoch}.group")
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]  # exported unseen
-        store.set(f"here{self.rank}", "1")
-        everyone = [f"here{rank}" for rank in range(self.size)]
-        while not store.check(everyone):
-            wait(POLL_S)
+        roll = RollCall(store, self.rank, self.size, lambda: wait(POLL_S))
+        roll.hear_all("here", "")
         store.set_timeout(self._limit)
         try:
             dist.init_process_group(
@@ -93,34 +105,61 @@ class TensorParallel:
             )
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
+        if self._is_nccl and self._layout is not None:
+            self._peers = open_for_all(self._layout, roll, f"nvserve-e{epoch}", launch_dir)
+        if self._peers is not None:
+            self._crossover = agree_on_crossover(
+                self._peers, roll, dist.all_reduce, wait, known=self._crossover
+            )
 
     @property
     def can_be_captured(self) -> bool:
         """A CUDA graph may hold this group's collectives."""
         return self.size == 1 or self._is_nccl
 
+    def abort(self) -> None:
+        """Free our own device, whose kernels may wait for a dead peer, and return at once.
+
+        The epoch is over for this rank. Any thread may call this, and more than once. With gloo
+        nothing on the device waits for peers.
+        """
+        with self._abort_lock:
+            if self._peers is not None:
+                self._peers.abort()
+            if self._is_nccl and self._aborting is None and dist.is_initialized():
+                abort = dist.distributed_c10d._abort_process_group
+                self._aborting = Thread(target=abort, daemon=True)
+                self._aborting.start()
+
     def leave(self) -> None:
         """Drop the group, if any.
 
-        With gloo this frees the peers that wait in a collective; with NCCL it frees our own device,
-        whose kernels may wait for a dead peer. PeerLost when they cannot be freed.
+        With gloo this frees the peers that wait in a collective; with NCCL it frees our own device.
+        PeerLost when it cannot be freed.
         """
-        if not dist.is_initialized():
+        self.abort()
+        if self._aborting is None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             return
-        if not self._is_nccl:
-            dist.destroy_process_group()
-            return
-        abort = Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
-        abort.start()
         deadline = time.monotonic() + ABORT_LIMIT_S
-        while abort.is_alive():
+        while self._aborting.is_alive():
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank {self.rank}: NCCL did not abort in {ABORT_LIMIT_S:g} s")
             if self._page is not None:
                 self._page.beat()
-            abort.join(POLL_S)
+            self._aborting.join(POLL_S)
+        self._aborting = None
 
     # -- exchanges -----------------------------------------------------------------------------
+
+    def place(self, number: int, num_rows: int) -> torch.Tensor | None:
+        """[num_rows, N] where all_reduce is the fastest; None where it makes no difference.
+
+        What is written there is summed before anything is written to another place, and sums that
+        follow each other use places of different numbers.
+        """
+        return None if self._peers is None else self._peers.take(number, num_rows)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x in x's dtype; may reuse x."""
@@ -128,6 +167,9 @@ class TensorParallel:
             self._page.beat()  # a long step on a CPU comes by here twice a layer
         if self.size == 1:
             return x
+        if self._peers is not None and self._peers.holds(x):
+            with self._collective():
+                return self._peers.sum(x)
         if self._is_nccl:
             with self._collective():
                 dist.all_reduce(x)
@@ -137,6 +179,15 @@ class TensorParallel:
         for other in parts[1:]:  # gloo's own sum has no fixed order
             total = total + other.float()
         return total.to(x.dtype)
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """kernels.norm.add_rms_norm of all_reduce(x), in one kernel where x is of a `place`."""
+        if self._peers is not None and self._peers.holds(x):
+            with self._collective():
+                return self._peers.sum_add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' x in rank order, [size, *x.shape]; the shapes must agree."""

@@ -95,6 +95,9 @@ class SimEngine:
     def prepare_ahead(self) -> bool:
         return False
 
+    def abort(self) -> None:
+        pass
+
     def end(self) -> None:
         pass
 

@@ -74,6 +74,10 @@ class Engine(Protocol):
         """Use an idle moment to get ready for later steps; True when there may be more to do."""
         ...
 
+    def abort(self) -> None:
+        """Free the device from waiting for peers: the epoch is over. Any thread may call this."""
+        ...
+
     def end(self) -> None:
         """Leave the group, which frees peers that wait for this rank."""
         ...

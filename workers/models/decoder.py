@@ -1,13 +1,14 @@
 """The dense decoder that Llama, Qwen2 and Qwen3 share, for one tensor-parallel rank.
 
-Q, K, V, gate and up are cut by columns, the output and down projections by rows with an all-reduce
-after each; the embedding and the head are cut along the vocabulary.
+Q, K, V, gate and up are cut by columns, the output and down projections by rows, whose results are
+each rank's part of a sum; the embedding and the head are cut along the vocabulary.
 
 T tokens in the step, N hidden size, H query heads and K KV heads on this rank, D head size, I
 feed-forward features on this rank, V vocabulary rows on this rank.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,12 @@ from nvserve.workers.models.layers import (
     whole,
 )
 from nvserve.workers.parallel import TensorParallel
+
+# Where the ranks' parts of a sum are written; no two that follow each other are the same.
+EMBEDDED: Final = 0
+MIXED: Final = 1
+FED: Final = 2
+NUM_PLACES: Final = 3
 
 
 @dataclass
@@ -74,15 +81,13 @@ class Decoder:
         self, inputs: StepInputs, cache: KvCache, backend: AttentionBackend
     ) -> torch.Tensor:
         """Normalized hidden states [T, N]; writes the step's K and V to the cache."""
-        eps = self.config.norm_eps
         x, residual = self._embed(inputs.tokens)
-        for index, layer in enumerate(self.layers):
-            if index > 0:
-                x, residual = add_rms_norm(x, residual, layer.input_norm, eps)
-            x = self._attention(layer, x, inputs, cache.layers[index], backend)
-            x, residual = add_rms_norm(x, residual, layer.feed_norm, eps)
-            x = self._feed_forward(layer, x)
-        x, _ = add_rms_norm(x, residual, self.final_norm, eps)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            part = self._attention(layer, x, inputs, cache.layers[index], backend)
+            x, residual = self._sum_and_norm(part, layer.output_bias, residual, layer.feed_norm)
+            part = self._feed_forward(layer, x)
+            x, residual = self._sum_and_norm(part, layer.down_bias, residual, next_norm)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -100,7 +105,8 @@ class Decoder:
         local = tokens - self.shard.first_token_id
         is_here = (local >= 0) & (local < self.shard.num_token_ids)
         rows = F.embedding(torch.where(is_here, local, 0), self.embedding)
-        residual = self._parallel.all_reduce(rows * is_here[:, None])
+        place = self._parallel.place(EMBEDDED, len(rows))
+        residual = self._parallel.all_reduce(torch.mul(rows, is_here[:, None], out=place))
         return rms_norm(residual, norm, eps), residual
 
     def _attention(
@@ -111,6 +117,7 @@ class Decoder:
         cache: tuple[torch.Tensor, torch.Tensor],
         backend: AttentionBackend,
     ) -> torch.Tensor:
+        """This rank's part of the output, [T, N]."""
         q = qk_norm_rope_cache(
             linear(x, layer.qkv, layer.qkv_bias),
             inputs.positions,
@@ -124,13 +131,25 @@ class Decoder:
             self.shard.num_kv_heads,
         )
         mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
-        out = self._parallel.all_reduce(linear(mixed, layer.output))
-        return out if layer.output_bias is None else out + layer.output_bias
+        return linear(mixed, layer.output, out=self._parallel.place(MIXED, len(x)))
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output, [T, N]."""
         active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
-        out = self._parallel.all_reduce(linear(active, layer.down))
-        return out if layer.down_bias is None else out + layer.down_bias
+        return linear(active, layer.down, out=self._parallel.place(FED, len(x)))
+
+    def _sum_and_norm(
+        self,
+        part: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' parts summed, with the bias added once: normalized, and as the residual."""
+        parallel, eps = self._parallel, self.config.norm_eps
+        if bias is None:
+            return parallel.all_reduce_add_rms_norm(part, residual, norm, eps)
+        return add_rms_norm(parallel.all_reduce(part) + bias, residual, norm, eps)
 
     # -- weights -------------------------------------------------------------------------------
 

@@ -1,0 +1,70 @@
+"""Sums over the ranks of one machine, through memory that all of them read and write.
+
+Each rank writes its addend to its own part of that memory. One-shot: every rank then reads all
+addends. Two-shot: every rank sums its share of the columns and reads the others' sums, so that a
+column crosses the links twice instead of once for each other rank. Both add in float32 and in rank
+order and round once, so all ranks get the same bits, whichever is used.
+
+Ranks meet by counting calls: a program tells its twins on the other ranks that its rank has come to
+call n, and waits until all have. There is no meeting at the end: a place may be written again once
+its rank has been through the next call, at another place, since nobody comes to that one before it
+has read all of this one. So consecutive calls must use different places.
+
+N columns; "addresses" are int64 tensors [size] on the device, one for each rank, in rank order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the programs of all ranks know each other by."""
+
+    rank: int
+    size: int
+    max_rows: int
+    flags: torch.Tensor  # addresses of int32 [2, max_rows, size]: the last call a rank came to
+    calls: torch.Tensor  # int32 [max_rows]: how many a program has been through; ours alone
+    given_up: torch.Tensor  # int32 [1] on the device: set once a program has seen `abort`
+    abort: torch.Tensor  # int32 [1] in pinned host memory: any other value than 0 ends all waits
+
+
+@dataclass(frozen=True)
+class Addends:
+    """One place: what the ranks add up there, and the sums of their shares when in two shots."""
+
+    meeting: Meeting
+    mine: torch.Tensor  # [max_rows, N], of this rank
+    all: torch.Tensor  # addresses of every rank's `mine`
+    sums: torch.Tensor  # addresses of every rank's [max_rows, N] of sums
+
+
+def sum_rows(addends: Addends, num_rows: int, *, is_two_shot: bool) -> torch.Tensor:
+    """The sum of the first num_rows rows over all ranks: a new [num_rows, N].
+
+    Every rank calls this alike. Garbage once the meeting was aborted.
+    """
+    from nvserve.kernels import all_reduce_triton  # absent from CPU-only installs
+
+    return all_reduce_triton.sum_rows(addends, num_rows, is_two_shot=is_two_shot)
+
+
+def sum_add_rms_norm(
+    addends: Addends,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_two_shot: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm.add_rms_norm of sum_rows: (normalized sum + residual, residual).
+
+    residual [R, N] is contiguous and updated in place; weight is [N].
+    """
+    from nvserve.kernels import all_reduce_triton
+
+    return all_reduce_triton.sum_add_rms_norm(
+        addends, residual, weight, eps, is_two_shot=is_two_shot
+    )

@@ -1,0 +1,265 @@
+"""Triton kernels of all_reduce.py: one program a row, which meets its twins on the other ranks."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvserve.kernels.all_reduce import Addends
+from nvserve.kernels.dispatch import INTERPRETED
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
+
+
+@jit
+def _elements(addresses_ptr, rank, at, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to elements `at`, which follow each other, of a rank's part.
+
+    Parts are aligned, which the compiler cannot know: without it, it would read 2 bytes at a time.
+    """
+    part = tl.load(addresses_ptr + rank).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(part + at, 16)
+
+
+@jit
+def _announce(flags_ptr, at, call, SIZE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Set the flag `at` of every rank to this call; what came before it can be seen by then.
+
+    Thread r of the program tells rank r.
+    """
+    if PTX:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred others;
+            .reg .u32 thread;
+            .reg .u64 flag;
+            mov.u32 thread, %tid.x;
+            setp.ge.u32 others, thread, $4;
+            @others bra TOLD;
+            mul.wide.u32 flag, thread, 8;
+            add.u64 flag, flag, $1;
+            ld.global.u64 flag, [flag];
+            add.u64 flag, flag, $2;
+            st.release.sys.global.s32 [flag], $3;
+            TOLD:
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,l,r,r",
+            [flags_ptr.to(tl.int64), at.to(tl.int64) * 4, call, SIZE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for rank in tl.static_range(SIZE):
+            flags = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + at, call, sem="release", scope="sys")
+
+
+@jit
+def _await(  # type: ignore[no-untyped-def]
+    flags_ptr,
+    at,
+    call,
+    given_up_ptr,
+    abort_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Wait until all ranks have announced this call to the flags from `at` on, or abort is set.
+
+    Each thread looks at one flag, all of them at every one; where the host has set abort, a look at
+    its memory every few thousand turns tells, and the device's own note of it the programs to come.
+    """
+    flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + at
+    if PTX:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred go;
+            .reg .u32 turns, word;
+            .reg .s32 seen;
+            .reg .u64 flag;
+            mov.u32 turns, %tid.x;
+            rem.u32 turns, turns, $5;
+            mul.wide.u32 flag, turns, 4;
+            add.u64 flag, flag, $1;
+            mov.u32 turns, 0;
+            LOOK:
+            ld.acquire.sys.global.s32 seen, [flag];
+            sub.s32 seen, seen, $2;
+            setp.ge.s32 go, seen, 0;
+            @go bra MET;
+            add.u32 turns, turns, 1;
+            and.b32 word, turns, 63;
+            setp.ne.u32 go, word, 0;
+            @go bra LOOK;
+            ld.relaxed.gpu.global.u32 word, [$3];
+            setp.ne.u32 go, word, 0;
+            @go bra MET;
+            and.b32 word, turns, 4095;
+            setp.ne.u32 go, word, 0;
+            @go bra LOOK;
+            ld.relaxed.sys.global.u32 word, [$4];
+            setp.eq.u32 go, word, 0;
+            @go bra LOOK;
+            st.relaxed.gpu.global.u32 [$3], 1;
+            MET:
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,r,l,l,r",
+            [flags.to(tl.int64), call, given_up_ptr.to(tl.int64), abort_ptr.to(tl.int64), SIZE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
+    else:
+        for rank in tl.static_range(SIZE):
+            seen = tl.atomic_add(flags + rank, 0, sem="acquire", scope="sys")
+            while (seen - call < 0) & (tl.load(abort_ptr) == 0):
+                seen = tl.atomic_add(flags + rank, 0, sem="acquire", scope="sys")
+
+
+@jit
+def _sum_of(addends_ptr, at, mask, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements `at` of every rank's addend, added in rank order, in float32, and rounded once.
+
+    Past the L1 cache, which may hold what was there before.
+    """
+    element: tl.constexpr = out_ptr.dtype.element_ty
+    first = _elements(addends_ptr, 0, at, element)
+    total = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for rank in tl.static_range(1, SIZE):
+        other = _elements(addends_ptr, rank, at, element)
+        total += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total.to(element)
+
+
+@jit
+def _all_reduce_kernel(  # type: ignore[no-untyped-def]
+    addends_ptr,
+    sums_ptr,
+    flags_ptr,
+    calls_ptr,
+    given_up_ptr,
+    abort_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    max_rows,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARE: tl.constexpr,  # columns that a rank sums for all; 0: each rank sums all columns
+    SHARE_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    start = row.to(tl.int64) * width
+    start_next(PDL)
+    weight = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    inputs_ready(PDL)
+    call = tl.load(calls_ptr + row) + 1
+    _announce(flags_ptr, row * SIZE + RANK, call, SIZE, PTX)
+    residual = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        residual = tl.load(residual_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+    _await(flags_ptr, row * SIZE, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
+    if SHARE > 0:
+        element: tl.constexpr = out_ptr.dtype.element_ty
+        ours = RANK * SHARE + tl.arange(0, SHARE_BLOCK)
+        is_ours = (ours < RANK * SHARE + SHARE) & (ours < width)
+        part = _sum_of(addends_ptr, start + ours, is_ours, out_ptr, SIZE)
+        tl.store(_elements(sums_ptr, RANK, start + ours, element), part, mask=is_ours)
+        tl.debug_barrier()  # the thread that announces does so for all
+        second = (max_rows + row) * SIZE
+        _announce(flags_ptr, second + RANK, call, SIZE, PTX)
+        _await(flags_ptr, second, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
+        total = tl.zeros([BLOCK], element)
+        for rank in tl.static_range(SIZE):
+            is_theirs = inside & (columns >= rank * SHARE) & (columns < rank * SHARE + SHARE)
+            sums = _elements(sums_ptr, rank, start + columns, element)
+            found = tl.load(sums, mask=is_theirs, other=0.0, cache_modifier=".cg")
+            total = tl.where(is_theirs, found, total)
+    else:
+        total = _sum_of(addends_ptr, start + columns, inside, out_ptr, SIZE)
+    if NORM:
+        total = (total.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + start + columns, total, mask=inside)
+        x = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x) / width + eps)
+        total = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + start + columns, total, mask=inside)
+    tl.store(calls_ptr + row, call)
+
+
+def _launch(
+    addends: Addends,
+    num_rows: int,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    is_two_shot: bool,
+) -> torch.Tensor:
+    meeting, mine = addends.meeting, addends.mine
+    assert num_rows <= meeting.max_rows
+    out = mine.new_empty(num_rows, mine.shape[1])
+    if num_rows == 0:
+        return out
+    width = mine.shape[1]
+    # Whole groups of 16 bytes, so that what a thread reads at a time has one owner.
+    share = triton.cdiv(triton.cdiv(width, meeting.size), 8) * 8
+    block = triton.next_power_of_2(width)
+    _all_reduce_kernel[(num_rows,)](
+        addends.all,
+        addends.sums,
+        meeting.flags,
+        meeting.calls,
+        meeting.given_up,
+        meeting.abort,
+        out if residual is None else residual,
+        out if weight is None else weight,
+        out,
+        width,
+        meeting.max_rows,
+        eps,
+        RANK=meeting.rank,
+        SIZE=meeting.size,
+        SHARE=share if is_two_shot else 0,
+        SHARE_BLOCK=triton.next_power_of_2(share),
+        NORM=residual is not None,
+        BLOCK=block,
+        PTX=not INTERPRETED,
+        num_warps=max(1, min(16, block // 512)),
+        **launch_options(mine.device),
+    )
+    return out
+
+
+def sum_rows(addends: Addends, num_rows: int, *, is_two_shot: bool) -> torch.Tensor:
+    """See all_reduce.sum_rows."""
+    return _launch(addends, num_rows, None, None, 0.0, is_two_shot)
+
+
+def sum_add_rms_norm(
+    addends: Addends,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_two_shot: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See all_reduce.sum_add_rms_norm."""
+    assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
+    return _launch(addends, len(residual), residual, weight, eps, is_two_shot), residual

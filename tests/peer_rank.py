@@ -1,0 +1,152 @@
+"""Ranks that sum through peer memory, each a process of its own; run as a program it is one.
+
+On a CPU, which needs TRITON_INTERPRET=1, the ranks map each other's files; on GPUs, each other's
+memory. What they add up follows from a seed, so that whoever starts them can work out the sums.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from nvserve.workers.engine import DTYPES
+from nvserve.workers.parallel import TensorParallel
+from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_peer_memory
+
+TESTS = Path(__file__).parent
+RANK_LIMIT_S = 200.0
+NUM_PLACES = 3
+EPS = 1e-5
+
+
+class Call(msgspec.Struct):
+    """One sum. Calls that follow each other use different places."""
+
+    place: int
+    num_rows: int
+    is_two_shot: bool
+    has_norm: bool
+    seed: int
+
+
+class Job(msgspec.Struct):
+    folder: str
+    rank: int
+    size: int
+    width: int
+    dtype: str
+    calls: list[Call]
+    device: str = "cpu"
+    first_call: int = 0  # what the programs have counted to before
+    max_pause_ms: float = 0.0  # before a call, so that ranks come to it at different times
+    late_rank: int = -1  # makes no call at all; the others must be aborted
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.size, NUM_PLACES, self.width, DTYPES[self.dtype])
+
+
+def addend(job: Job, call: Call, rank: int) -> torch.Tensor:
+    """[R, N] that a rank puts in."""
+    generator = torch.Generator().manual_seed(1000 * call.seed + rank)
+    return torch.randn(call.num_rows, job.width, generator=generator).to(DTYPES[job.dtype])
+
+
+def residual_and_weight(job: Job, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * call.seed + 999)
+    residual = torch.randn(call.num_rows, job.width, generator=generator)
+    weight = torch.randn(job.width, generator=generator)
+    return residual.to(DTYPES[job.dtype]), weight.to(DTYPES[job.dtype])
+
+
+def abort_file(folder: str) -> Path:
+    return Path(folder) / "abort"
+
+
+def run_ranks(job: Job) -> list[list[list[torch.Tensor]]]:
+    """What each rank got of each call: the sum, or the normalized sum and the residual."""
+    folder = Path(job.folder)
+    if job.device == "cpu":
+        for rank in range(job.size):
+            (folder / f"memory{rank}").write_bytes(bytes(job.layout.num_bytes))
+        abort_file(job.folder).write_bytes(bytes(4))
+    jobs = [msgspec.structs.replace(job, rank=rank) for rank in range(job.size)]
+    command = [sys.executable, "-W", "error", __file__]
+    paths = os.pathsep.join([str(TESTS.parent / ".src"), str(TESTS)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    if job.device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    ranks = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) for _ in jobs]
+    try:
+        with ThreadPoolExecutor(job.size) as pool:
+            list(pool.map(_communicate, ranks, jobs))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"results{rank}") for rank in range(job.size)]
+
+
+def _communicate(process: "subprocess.Popen[bytes]", job: Job) -> None:
+    process.communicate(msgspec.json.encode(job), timeout=RANK_LIMIT_S)
+    assert process.returncode == 0, f"rank {job.rank} exited with {process.returncode}"
+
+
+# -- the rank ------------------------------------------------------------------------------------
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
+
+
+def _on_files(job: Job) -> PeerMemory:
+    folder = Path(job.folder)
+    memories = [_mapped(folder / f"memory{rank}") for rank in range(job.size)]
+    addresses = [memory.data_ptr() for memory in memories]
+    abort = _mapped(abort_file(job.folder)).view(torch.int32)
+    return PeerMemory(job.rank, job.layout, memories[job.rank], addresses, abort, owner=memories)
+
+
+def _on_gpus(job: Job) -> PeerMemory:
+    device = torch.device("cuda", job.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    group = TensorParallel(job.rank, job.size, wants_gloo=True)
+    group.join(job.folder, 0, device, time.sleep)
+    return open_peer_memory(job.rank, job.layout, "test", job.folder)
+
+
+def _run(job: Job) -> list[list[torch.Tensor]]:
+    memory = _on_files(job) if job.device == "cpu" else _on_gpus(job)
+    memory.meeting.calls.fill_(job.first_call)
+    if job.rank == job.late_rank:
+        return []
+    pauses, found = random.Random(job.rank), []
+    for call in job.calls:
+        time.sleep(pauses.uniform(0.0, job.max_pause_ms) / 1000)
+        memory.crossover = Crossover(0 if call.is_two_shot else call.num_rows, call.num_rows)
+        place = memory.take(call.place, call.num_rows)
+        assert place is not None
+        place.copy_(addend(job, call, job.rank))
+        if call.has_norm:
+            residual, weight = (t.to(job.device) for t in residual_and_weight(job, call))
+            result = list(memory.sum_add_rms_norm(place, residual, weight, EPS))
+        else:
+            result = [memory.sum(place)]
+        found.append([tensor.cpu() for tensor in result])
+    return found
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import triton_interpreter
+
+        triton_interpreter.mend(checks_overflow=False)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    torch.save(_run(job), Path(job.folder) / f"results{job.rank}")

@@ -1,0 +1,125 @@
+"""Which way of summing over the ranks is the fastest for how many rows: measured at the start.
+
+Every rank measures, the slowest rank counts, and all ranks choose from the same figures. Later
+epochs keep the choice, so that a recovery changes no bit of a sum.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import msgspec
+import torch
+
+from nvserve.workers.peer_memory import MAX_ROWS, Crossover, PeerMemory
+from nvserve.workers.roll_call import RollCall
+from nvserve.workers.step_result import Wait
+
+logger = logging.getLogger(__name__)
+
+SIZES: Final = (1, 8, 32, 64, 128, 256, MAX_ROWS)
+CALLS: Final = 20  # in a graph
+REPLAYS: Final = 4  # the fastest counts
+POLL_S: Final = 0.001
+
+Times = dict[int, tuple[float, float, float]]  # rows -> ms of one-shot, two-shot and NCCL
+
+_ENCODER: Final = msgspec.json.Encoder()
+_CROSSOVER: Final = msgspec.json.Decoder(Crossover | None)
+_TIMES: Final = msgspec.json.Decoder(Times)
+
+
+def choose(times: Times) -> Crossover:
+    """Each way is used up to the last size before another one is faster."""
+    one_shot_rows = two_shot_rows = 0
+    is_one_shot = True
+    for rows, (one, two, nccl) in sorted(times.items()):
+        if min(one, two) >= nccl:
+            break
+        two_shot_rows = rows
+        is_one_shot = is_one_shot and one <= two
+        if is_one_shot:
+            one_shot_rows = rows
+    return Crossover(one_shot_rows, two_shot_rows)
+
+
+def agree_on_crossover(
+    memory: PeerMemory,
+    roll: RollCall,
+    all_reduce: Callable[[torch.Tensor], object],
+    wait: Wait,
+    known: Crossover | None,
+) -> Crossover:
+    """Set memory's crossover to what all ranks do: the lowest rank's that knows one, or measure.
+
+    all_reduce(x) sums in place through NCCL. `wait` may raise, which ends this.
+    """
+    told = roll.hear_all("crossover", _ENCODER.encode(known).decode())
+    found = next((c for c in map(_CROSSOVER.decode, told) if c is not None), None)
+    if found is None:
+        mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
+        everyone = [_TIMES.decode(times) for times in roll.hear_all("times", mine)]
+        found = choose(slowest(everyone))
+        logger.info(
+            "sums of up to %d rows in one shot, up to %d in two, NCCL above (ms: %s)",
+            *found,
+            mine,
+        )
+    memory.crossover = found
+    return found
+
+
+def slowest(everyone: list[Times]) -> Times:
+    """Each time as the slowest rank measured it: sums end together."""
+    return {
+        rows: (
+            max(times[rows][0] for times in everyone),
+            max(times[rows][1] for times in everyone),
+            max(times[rows][2] for times in everyone),
+        )
+        for rows in everyone[0]
+    }
+
+
+def measure(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> Times:
+    """Milliseconds of a sum by rows and way, on this rank; leaves the crossover undefined."""
+    times = {}
+    for rows in SIZES:
+        memory.crossover = Crossover(MAX_ROWS, MAX_ROWS)
+        one = _time(partial(_sum, memory, rows), wait)
+        memory.crossover = Crossover(0, MAX_ROWS)
+        two = _time(partial(_sum, memory, rows), wait)
+        both = [torch.zeros_like(_addend(memory, 0, rows)) for _ in range(2)]
+        nccl = _time(lambda place, both=both: all_reduce(both[place]), wait)  # type: ignore[misc]
+        times[rows] = (one, two, nccl)
+    return times
+
+
+def _addend(memory: PeerMemory, place: int, rows: int) -> torch.Tensor:
+    addend = memory.take(place, rows)
+    assert addend is not None, "the crossover allows all sizes"
+    return addend
+
+
+def _sum(memory: PeerMemory, rows: int, place: int) -> None:
+    memory.sum(_addend(memory, place, rows))
+
+
+def _time(call: Callable[[int], object], wait: Wait) -> float:
+    """Milliseconds of call(place), from a graph of many, at two places in turn."""
+    call(0), call(1)  # compiles, and connects
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for index in range(CALLS):
+            call(index % 2)
+    fastest = float("inf")
+    for _ in range(REPLAYS):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        graph.replay()
+        ended.record()
+        while not ended.query():
+            wait(POLL_S)
+        fastest = min(fastest, began.elapsed_time(ended) / CALLS)
+    return fastest

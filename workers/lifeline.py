@@ -1,0 +1,29 @@
+"""Frees a main loop that waits on its device while the launcher has something to say.
+
+Captures and the like wait for the device, and so for peers. When one of these is dead the launcher
+begins another epoch, of which a main loop that waits never hears: this thread hears it instead.
+"""
+
+import select
+from collections.abc import Callable
+from threading import Thread
+from typing import Final
+
+from nvserve.protocol.child import Child
+
+GRACE_S: Final = 0.5  # for the main loop to look; it does so twice as often
+
+
+def hold_lifeline(child: Child, abort: Callable[[], None]) -> None:
+    """From now on, call abort() while a message of the launcher stays unread; never read it."""
+    Thread(target=_watch, args=(child, abort), name="lifeline", daemon=True).start()
+
+
+def _watch(child: Child, abort: Callable[[], None]) -> None:
+    poller = select.poll()
+    poller.register(child.control.fileno(), select.POLLIN)
+    while True:
+        poller.poll()
+        child.looked.clear()
+        if not child.looked.wait(GRACE_S) and poller.poll(0):
+            abort()
