@@ -6,6 +6,7 @@ launcher starts it as `python -m nvserve.frontend.main FD PARENT_PID`.
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import sys
@@ -57,7 +58,7 @@ class Frontend:
         self._engine.on_search = lambda num_suspects: child.send(Searching(num_suspects))
         self._service: Final = Service(setup.config, tokenizer, self._engine)
         self._server: Final = Server(application(self._service, setup.api_key))
-        self._door: Final = Door(self._service, self._context, setup.api_key)
+        self._door: Final = Door(self._service, setup.api_key)
         self._exit: Final = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
         metrics.register(
@@ -78,7 +79,7 @@ class Frontend:
         listener = socket.socket(fileno=self._child.setup.listen_fd)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.is_serving.wait()
-        endpoint = self._open_door(self._child.setup.config.zmq_endpoint)
+        endpoint = await self._open_door(self._child.setup.config.zmq_endpoint)
         port = int(listener.getsockname()[1])
         self._child.send(Ready(port=port, zmq_endpoint=endpoint))
         self._on_control()
@@ -88,12 +89,13 @@ class Frontend:
         serving.cancel()  # what is still open ends with the process
         self._context.destroy(linger=0)
 
-    def _open_door(self, endpoint: str) -> str:
+    async def _open_door(self, endpoint: str) -> str:
         try:
-            return self._door.open(endpoint)
-        except zmq.ZMQError as error:
-            message = f"cannot open the ZMQ door at {endpoint}: {zmq.strerror(error.errno or 0)}"
-            raise StartFailure(message) from error
+            return await self._door.open(endpoint)
+        except OSError as error:
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else error.strerror  # < 0: of a look-up
+            raise StartFailure(f"cannot open the ZMQ door at {endpoint}: {reason}") from error
 
     def _beat(self) -> None:
         self._child.page.beat(Phase.SERVING)

@@ -48,14 +48,19 @@ def check_prompt(ids: Sequence[int], limits: Limits, param: str = "prompt") -> N
     """Refuse ids outside the vocabulary, no ids, and more than leave room for one token."""
     if not ids:
         raise invalid(param, "must not be empty")
-    if len(ids) >= limits.max_model_len:
+    check_prompt_size(len(ids), limits, param)
+    check_ids(ids, limits, param)
+
+
+def check_prompt_size(num_tokens: int, limits: Limits, param: str = "prompt") -> None:
+    """Refuse more than leave room for one token."""
+    if num_tokens >= limits.max_model_len:
         raise invalid(
             param,
-            f"has {len(ids)} tokens, which leave no room for output in the context of "
+            f"has {num_tokens} tokens, which leave no room for output in the context of "
             f"{limits.max_model_len}",
             "context_length_exceeded",
         )
-    check_ids(ids, limits, param)
 
 
 def check_ids(ids: Sequence[int], limits: Limits, param: str) -> None:

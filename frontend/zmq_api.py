@@ -1,7 +1,7 @@
-"""The ZMQ door: clients of protocol/client_messages.py on one ROUTER socket.
+"""The ZMQ door: what clients of protocol/client_messages.py ask for, and what they get.
 
-Bounded in connections, requests and unsent bytes for each; a client that cannot be reached, or does
-not read, loses its requests. Knows plans and generations; never core.
+Bounded in connections, requests of each, and bytes that are being planned; a client that leaves
+loses its requests. Knows plans and generations; never core, nor bytes on the wire.
 """
 
 import asyncio
@@ -11,27 +11,26 @@ from array import array
 from typing import Final, assert_never
 
 import msgspec
-import zmq
 
 from nvserve.frontend.errors import ApiError
-from nvserve.frontend.generation import Choice, Delta
-from nvserve.frontend.params import check_ids, resolve_timeout
+from nvserve.frontend.generation import Choice, Delta, Plan
+from nvserve.frontend.params import resolve_timeout
 from nvserve.frontend.schema import explain
 from nvserve.frontend.service import Service
 from nvserve.frontend.zmq_connection import (
     Connection,
     Request,
     accepted_message,
+    emitted_of,
     error_message,
     id_of,
-    ids_of,
     message_of,
     prompt_of,
 )
+from nvserve.frontend.zmq_wire import Listener, Wire
 from nvserve.protocol.client_messages import (
     BEAT_S,
     CLIENT_PROTOCOL,
-    MAX_CLIENT_FRAME_BYTES,
     Abort,
     BadClientFrame,
     Beat,
@@ -48,106 +47,62 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 1024
 MAX_REQUESTS: Final = 1024  # open ones of one connection
-# Of one connection, beyond what the socket queues: some seconds of a whole batch, as an offline
-# client with hundreds of streams needs while it looks elsewhere.
-MAX_UNSENT_BYTES: Final = 32 << 20
-MAX_ALL_UNSENT_BYTES: Final = 256 << 20  # of all; beyond it the connection with most is dropped
-MAX_FRAMES_AT_ONCE: Final = 64  # read before other callbacks get their turn
-QUEUED_FRAMES: Final = 1000  # in the socket, for one connection and each direction
-RETRY_S: Final = 0.02
+# Frames whose submits are being planned: beyond it a connection is not read until some are.
+MAX_PLANNED_BYTES: Final = 16 << 20  # of one connection
+MAX_ALL_PLANNED_BYTES: Final = 128 << 20
 IDLE_BEATS: Final = 20  # a connection without requests gets every 20th beat, to find it gone
-HEARTBEAT_MS: Final = 2000  # of the transport, which finds dead machines
 
 
 class Door:
-    """The socket and its connections."""
+    """The connections and their requests."""
 
-    def __init__(
-        self, service: Service, context: "zmq.Context[zmq.Socket[bytes]]", api_key: str
-    ) -> None:
+    def __init__(self, service: Service, api_key: str) -> None:
         self._service: Final = service
-        self._context: Final = context
         self._api_key: Final = api_key.encode()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._fd = -1
-        self._connections: dict[bytes, Connection] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_drain_due = False
-        self._is_retry_due = False
+        self._listener: Final = Listener(self._take, self._lose)
+        self._connections: Final[dict[Wire, Connection]] = {}
+        self._tasks: Final[set[asyncio.Task[None]]] = set()
+        self._num_planned_bytes = 0
         self._num_beats = 0
-        self._num_unsent_bytes = 0  # of all connections
+        self._is_open = False
         self.num_dropped = 0
 
-    def open(self, endpoint: str) -> str:
-        """Bind, and return the address with its real port; an empty endpoint leaves it closed."""
+    async def open(self, endpoint: str) -> str:
+        """Listen, and return the address with its real port; an empty endpoint leaves it closed."""
         if not endpoint:
             return ""
-        router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MAX_CLIENT_FRAME_BYTES),
-            (zmq.RCVHWM, QUEUED_FRAMES),
-            (zmq.SNDHWM, QUEUED_FRAMES),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS),
-        ):
-            router.setsockopt(option, value)
-        router.bind(endpoint)
-        self._socket = router
-        self._fd = int(router.getsockopt(zmq.FD))
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._fd, self._drain)
-        loop.call_later(BEAT_S, self._beat)
-        return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        address = await self._listener.open(endpoint)
+        self._is_open = True
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+        return address
 
     def close(self) -> None:
-        """Abort every request and close the socket."""
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            self._socket.close(linger=0)
-            self._socket = None
+        """Abort every request and close every connection."""
+        self._is_open = False
+        self._listener.close()
+        for wire in list(self._connections):
+            self._lose(wire)
 
-    # -- frames in -------------------------------------------------------------------------------
+    # -- messages in -----------------------------------------------------------------------------
 
-    def _drain(self) -> None:
-        """Read all there is: the descriptor signals edges, and sending may swallow one."""
-        self._is_drain_due = False
-        for _ in range(MAX_FRAMES_AT_ONCE):
-            if self._socket is None:
-                return
-            try:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            if len(parts) == 2:
-                self._take(parts[0], parts[1])
-            else:
-                self.num_dropped += 1
-        self._drain_soon()  # whoever sends without end does not stop the loop
-
-    def _drain_soon(self) -> None:
-        if not self._is_drain_due:
-            self._is_drain_due = True
-            asyncio.get_running_loop().call_soon(self._drain)
-
-    def _take(self, identity: bytes, frame: bytes) -> None:
-        connection = self._connections.get(identity)
+    def _take(self, wire: Wire, frame: bytes | None) -> None:
+        if frame is None:  # a message of several frames
+            self.num_dropped += 1
+            return
+        connection = self._connections.get(wire)
         try:
             message = message_of(frame)
         except BadClientFrame as error:
             self.num_dropped += 1
             if connection is not None:
-                self._send(connection, error_message(id_of(frame), explain(str(error))))
+                _send(connection, error_message(id_of(frame), explain(str(error))))
             return
         if isinstance(message, Hello):
-            self._greet(identity, message)
+            self._greet(wire, message)
         elif connection is None:
             self.num_dropped += 1
         elif isinstance(message, Submit):
-            self._submit(connection, message)
+            self._submit(connection, message, len(frame))
         elif isinstance(message, Abort):
             request = connection.requests.pop(message.id, None)
             if request is not None:
@@ -157,21 +112,20 @@ class Door:
         else:
             assert_never(message)
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        connection = self._connections.get(identity) or Connection(identity)
-        refusal = self._refusal(identity, hello)
+    def _greet(self, wire: Wire, hello: Hello) -> None:
+        refusal = self._refusal(hello)
         if refusal is not None:
-            self._try_send(connection, encode_client(error_message(None, refusal)))
+            wire.send(encode_client(error_message(None, refusal)))
             return
-        self._connections[identity] = connection
+        if wire not in self._connections:
+            wire.welcome()
+            self._connections[wire] = Connection(wire)
         config = self._service.config
         model, length = config.served_model_names[0], config.max_model_len
-        self._send(connection, Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length))
+        welcome = Welcome(version=CLIENT_PROTOCOL, model=model, max_model_len=length)
+        wire.send(encode_client(welcome))
 
-    def _refusal(self, identity: bytes, hello: Hello) -> ApiError | None:
-        if not identity.startswith(b"\0"):  # such names are the client's choice, and can be reused
-            text = "routing_id: must not be set: replies could reach another client"
-            return ApiError(400, text, param="routing_id")
+    def _refusal(self, hello: Hello) -> ApiError | None:
         if hello.version != CLIENT_PROTOCOL:
             text = f"this server speaks protocol {CLIENT_PROTOCOL}, not {hello.version}"
             return ApiError(400, text, param="version")
@@ -181,164 +135,134 @@ class Door:
             return ApiError(503, "too many connections")
         return None
 
-    def _submit(self, connection: Connection, submit: Submit) -> None:
+    def _submit(self, connection: Connection, submit: Submit, num_bytes: int) -> None:
         if submit.id in connection.requests:
             error = ApiError(409, f"request {submit.id} is open already", param="id")
             logger.info("a client used the id of an open request again")
-            self._send(connection, error_message(None, error))
+            _send(connection, error_message(None, error))
         elif len(connection.requests) >= MAX_REQUESTS:
             error = ApiError(429, f"{MAX_REQUESTS} requests of this connection are open")
-            self._send(connection, error_message(submit.id, error))
+            _send(connection, error_message(submit.id, error))
         else:
-            request = Request(submit)
+            request = Request(submit, num_bytes)
             connection.requests[submit.id] = request
+            self._note_planned(connection, num_bytes)
             task = asyncio.create_task(self._run(connection, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def _note_planned(self, connection: Connection, num_more: int) -> None:
+        """Count bytes that wait for their plan; who sends too many is not read meanwhile."""
+        connection.num_planned_bytes += num_more
+        self._num_planned_bytes += num_more
+        is_full = self._num_planned_bytes > MAX_ALL_PLANNED_BYTES
+        if num_more > 0 and (is_full or connection.num_planned_bytes > MAX_PLANNED_BYTES):
+            connection.is_held = True
+            connection.wire.hold()
+        elif num_more < 0 and not is_full:
+            for one in self._connections.values():
+                if one.is_held and one.num_planned_bytes <= MAX_PLANNED_BYTES:
+                    one.is_held = False
+                    one.wire.go_on()
+
     # -- one request -----------------------------------------------------------------------------
 
     async def _run(self, connection: Connection, request: Request) -> None:
-        request_id = request.submit.id
         try:
             with self._service.working():
                 last = await self._generate(connection, request)
         except ApiError as error:
-            last = error_message(request_id, error)
+            last = error_message(request.id, error)
         except Exception:  # the edge: a bug costs this request alone
             logger.exception("a request over ZMQ failed")
-            last = error_message(request_id, ApiError(500, "the server failed on this request"))
+            last = error_message(request.id, ApiError(500, "the server failed on this request"))
         if request.generation is not None:
             request.generation.abort()
         if not request.is_gone:
-            del connection.requests[request_id]
-            self._send(connection, last)
+            del connection.requests[request.id]
+            _send(connection, last)
 
-    async def _generate(self, connection: Connection, request: Request) -> ToClient:
-        submit = request.submit
+    async def _planned(self, submit: Submit) -> tuple[Plan, list[int]]:
+        """What is to be done, and the ids that the client holds of it."""
         self._service.check_open()
-        params = submit.params
+        limits, params = self._service.limits, submit.params
         plan = await self._service.plan_client(
-            params, prompt_of(submit), params.logprobs, params.prompt_logprobs
+            params, prompt_of(submit, limits), params.logprobs, params.prompt_logprobs
         )
         timeout_s = resolve_timeout(params.timeout_s, "timeout_s")
         plan = msgspec.structs.replace(plan, timeout_s=timeout_s)
-        emitted = ids_of(submit.emitted, "emitted")
-        check_ids(emitted, self._service.limits, "emitted")
-        if len(emitted) > plan.sampling[0].max_tokens:
-            raise ApiError(400, "emitted: is longer than max_tokens", param="emitted")
+        return plan, emitted_of(submit, limits, plan.sampling[0].max_tokens)
+
+    async def _generate(self, connection: Connection, request: Request) -> ToClient:
+        try:
+            plan, emitted = await self._planned(request.take_submit())
+        finally:
+            self._note_planned(connection, -request.num_bytes)
         generation = self._service.generation(plan)
         if request.is_gone:
             raise ApiError(499, "aborted")
         request.generation = generation
 
         def sink(choice: Choice, delta: Delta) -> None:
-            self._emit(connection, request, choice, delta)
+            _emit(connection, request, choice, delta)
 
         self._service.start(generation, sink, emitted)
         await generation.accepted()
         choice = generation.choices[0]
-        self._send(connection, accepted_message(submit.id, choice))
+        _send(connection, accepted_message(request.id, choice))
         early, request.early = request.early or [], None
         for emit in early:
-            self._send(connection, emit)
+            _send(connection, emit)
         await generation.done()
         assert choice.finish_reason is not None, "a generation is done with its last delta"
         return Finished(
-            id=submit.id,
+            id=request.id,
             finish_reason=choice.finish_reason,
             num_prompt_tokens=choice.num_prompt_tokens,
             num_output_tokens=choice.num_output_tokens,
             num_cached_tokens=choice.cached,
         )
 
-    def _emit(self, connection: Connection, request: Request, choice: Choice, delta: Delta) -> None:
-        scores = delta.prompt_logprobs
-        if not (delta.token_ids or delta.text or scores):
-            return
-        emit = Emit(
-            id=request.submit.id,
-            first=request.num_sent,
-            tokens=array("i", delta.token_ids).tobytes(),
-            text=delta.text,
-            logprobs=delta.logprobs,
-            prompt_first=choice.num_scored - len(scores) + 1 if scores else 0,
-            prompt_logprobs=scores,
-        )
-        request.num_sent += len(delta.token_ids)
-        if request.early is not None:
-            request.early.append(emit)
-        else:
-            self._send(connection, emit)
-
-    # -- frames out ------------------------------------------------------------------------------
-
-    def _send(self, connection: Connection, message: ToClient) -> None:
-        if connection.is_dropped:  # what came later would follow a gap
-            return
-        frame = encode_client(message)
-        if not connection.unsent and self._try_send(connection, frame):
-            return
-        connection.unsent.append(frame)
-        self._retry_later()
-        connection.num_unsent_bytes += len(frame)
-        self._num_unsent_bytes += len(frame)
-        if connection.num_unsent_bytes > MAX_UNSENT_BYTES:
-            self._cut(connection)
-        elif self._num_unsent_bytes > MAX_ALL_UNSENT_BYTES:
-            self._cut(max(self._connections.values(), key=lambda one: one.num_unsent_bytes))
-
-    def _cut(self, connection: Connection) -> None:
-        logger.info("a ZMQ client does not read: its requests are aborted")
-        self._drop(connection)
-
-    def _try_send(self, connection: Connection, frame: bytes) -> bool:
-        """Send one frame; False when the client is behind. One that left is dropped."""
-        if self._socket is None:
-            return True
-        self._drain_soon()  # sending can swallow the descriptor's next signal
-        try:
-            self._socket.send_multipart([connection.identity, frame], zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._drop(connection)
-        return True
-
-    def _retry_later(self) -> None:
-        if not self._is_retry_due:
-            self._is_retry_due = True
-            asyncio.get_running_loop().call_later(RETRY_S, self._send_unsent)
-
-    def _send_unsent(self) -> None:
-        self._is_retry_due = False
-        for connection in list(self._connections.values()):
-            while connection.unsent and self._try_send(connection, connection.unsent[0]):
-                if connection.unsent:  # not dropped meanwhile
-                    num_bytes = len(connection.unsent.popleft())
-                    connection.num_unsent_bytes -= num_bytes
-                    self._num_unsent_bytes -= num_bytes
-            if connection.unsent:
-                self._retry_later()
+    # -- connections -----------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        if self._socket is None:
+        if not self._is_open:
             return
         self._num_beats += 1
-        for connection in list(self._connections.values()):
+        for connection in self._connections.values():
             if connection.requests or self._num_beats % IDLE_BEATS == 0:
-                self._send(connection, Beat())
+                _send(connection, Beat())
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
-    def _drop(self, connection: Connection) -> None:
-        """The client left, or does not read: free what it asked for."""
-        connection.is_dropped = True
-        self._connections.pop(connection.identity, None)
+    def _lose(self, wire: Wire) -> None:
+        """The client left, or was closed: free what it asked for."""
+        connection = self._connections.pop(wire, None)
+        if connection is None:
+            return
         requests, connection.requests = connection.requests, {}
-        connection.unsent.clear()
-        self._num_unsent_bytes -= connection.num_unsent_bytes
-        connection.num_unsent_bytes = 0
         for request in requests.values():
             request.abort()
+
+
+def _send(connection: Connection, message: ToClient) -> None:
+    connection.wire.send(encode_client(message))
+
+
+def _emit(connection: Connection, request: Request, choice: Choice, delta: Delta) -> None:
+    scores = delta.prompt_logprobs
+    if not (delta.token_ids or delta.text or scores):
+        return
+    emit = Emit(
+        id=request.id,
+        first=request.num_sent,
+        tokens=array("i", delta.token_ids).tobytes(),
+        text=delta.text,
+        logprobs=delta.logprobs,
+        prompt_first=choice.num_scored - len(scores) + 1 if scores else 0,
+        prompt_logprobs=scores,
+    )
+    request.num_sent += len(delta.token_ids)
+    if request.early is not None:
+        request.early.append(emit)
+    else:
+        _send(connection, emit)

@@ -1,6 +1,5 @@
 """What the ZMQ door knows of one client, and the small translations between messages and plans."""
 
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -8,6 +7,8 @@ import msgspec
 from nvserve.frontend.bulk import FREE_BYTES, is_bulky_frame
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.generation import Choice, Generation
+from nvserve.frontend.params import Limits, check_ids, check_prompt_size
+from nvserve.frontend.zmq_wire import Wire
 from nvserve.protocol.client_messages import (
     Accepted,
     BadClientFrame,
@@ -27,14 +28,25 @@ class _IdOnly(msgspec.Struct):
 
 
 class Request:
-    """One request of a connection; emits wait in `early` until Accepted is out."""
+    """One request of a connection; emits wait in `early` until Accepted is out.
 
-    def __init__(self, submit: Submit) -> None:
-        self.submit: Final = submit
+    `submit` is there until it is planned: a prompt may be large, and the plan holds what counts.
+    """
+
+    def __init__(self, submit: Submit, num_bytes: int) -> None:
+        self.id: Final = submit.id
+        self.submit: Submit | None = submit
+        self.num_bytes: Final = num_bytes  # of its frame
         self.generation: Generation | None = None
         self.is_gone = False
         self.early: list[Emit] | None = []
         self.num_sent = len(submit.emitted) // 4  # output tokens the client has
+
+    def take_submit(self) -> Submit:
+        """What is to be planned, once."""
+        submit, self.submit = self.submit, None
+        assert submit is not None, "a submit is planned once"
+        return submit
 
     def abort(self) -> None:
         """Nobody wants it any more."""
@@ -46,21 +58,29 @@ class Request:
 class Connection:
     """One client that said Hello."""
 
-    def __init__(self, identity: bytes) -> None:
-        self.identity: Final = identity
+    def __init__(self, wire: Wire) -> None:
+        self.wire: Final = wire
         self.requests: dict[int, Request] = {}
-        self.unsent: deque[bytes] = deque()
-        self.num_unsent_bytes = 0
-        self.is_dropped = False
+        self.num_planned_bytes = 0  # of submits that are being planned
+        self.is_held = False
 
 
-def prompt_of(submit: Submit) -> str | list[int]:
+def prompt_of(submit: Submit, limits: Limits) -> str | list[int]:
     if bool(submit.prompt) == bool(submit.prompt_ids):
         raise ApiError(400, "prompt: give either prompt or prompt_ids", param="prompt")
-    return submit.prompt or ids_of(submit.prompt_ids, "prompt_ids")
+    check_prompt_size(len(submit.prompt_ids) // 4, limits)
+    return submit.prompt or _ids_of(submit.prompt_ids, "prompt_ids")
 
 
-def ids_of(column: bytes, param: str) -> list[int]:
+def emitted_of(submit: Submit, limits: Limits, max_tokens: int) -> list[int]:
+    if len(submit.emitted) // 4 > max_tokens:
+        raise ApiError(400, "emitted: is longer than max_tokens", param="emitted")
+    emitted = _ids_of(submit.emitted, "emitted")
+    check_ids(emitted, limits, "emitted")
+    return emitted
+
+
+def _ids_of(column: bytes, param: str) -> list[int]:
     if len(column) % 4:
         raise ApiError(400, f"{param}: {len(column)} bytes are not whole int32 ids", param=param)
     return unpack_ids(column)

@@ -1,7 +1,8 @@
-"""The ZMQ client protocol: what a client and the frontend's ROUTER socket say to each other.
+"""The ZMQ client protocol: what a client and the frontend's door say to each other.
 
 A client connects a DEALER socket and sends one message per single-part frame, msgpack maps with
-the message's name under "type". Unset fields may be left out.
+the message's name under "type". Unset fields may be left out. Of a ZMQ message of several frames
+nothing is kept.
 
 | direction        | messages                                       |
 |------------------|------------------------------------------------|
