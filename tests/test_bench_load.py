@@ -181,11 +181,11 @@ def test_an_address_that_is_no_http_url_is_refused(url: str) -> None:
 
 
 class Server:
-    """Answers every request with `num_tokens` events; counts connections and open requests."""
+    """Answers every request with `num_tokens` events, after `work`; counts connections."""
 
-    def __init__(self, num_tokens: int, hold: asyncio.Event | None = None) -> None:
+    def __init__(self, num_tokens: int, work: Callable[[], None] = lambda: None) -> None:
         self.num_tokens = num_tokens
-        self.hold = hold
+        self.work = work
         self.num_connections = 0
         self.bodies: list[bytes] = []
 
@@ -195,8 +195,7 @@ class Server:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length:")[2].split()[0])
                 self.bodies.append(await reader.readexactly(length))
-                if self.hold is not None:
-                    await self.hold.wait()
+                self.work()
                 usage = {"prompt_tokens": 3, "completion_tokens": self.num_tokens}
                 last = json.dumps({"choices": [], "usage": usage}).encode()
                 writer.write(HEAD + b"".join([chunk(TOKEN)] * self.num_tokens))
@@ -230,17 +229,25 @@ def test_every_request_is_answered_over_as_few_connections_as_run_at_once() -> N
 
 
 def test_waiting_for_a_free_place_counts_as_queue_time_not_as_latency() -> None:
+    now = 100.0
+
+    def clock() -> float:
+        return now
+
+    def work() -> None:  # every answer takes a quarter of a second of this clock
+        nonlocal now
+        now += 0.25
+
     async def scene() -> None:
-        hold = asyncio.Event()
-        fake = Server(num_tokens=1, hold=hold)
-        server, target = await fake.start()
+        server, target = await Server(num_tokens=1, work=work).start()
         async with server:
-            asyncio.get_running_loop().call_later(0.2, hold.set)
-            with Pool(target, timeout_s=10) as pool:
-                (first, second), _ = await run_load(pool, [b"1", b"2"], [0, 0], max_concurrency=1)
-        assert first.queue_s < 0.1 < second.queue_s
-        assert first.event_times[0] - first.start_s > 0.1
-        assert second.event_times[0] - second.start_s < 0.1
+            with Pool(target, timeout_s=10, clock=clock) as pool:
+                (first, second), took_s = await run_load(
+                    pool, [b"1", b"2"], [0, 0], max_concurrency=1, clock=clock
+                )
+        assert (first.queue_s, second.queue_s, took_s) == (0.0, 0.25, 0.5)
+        assert first.event_times[0] - first.start_s == 0.25
+        assert second.event_times[0] - second.start_s == 0.25
 
     run(scene)
 
