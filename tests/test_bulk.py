@@ -1,8 +1,10 @@
 """The dearest bodies and frames of the largest size are refused, and never decoded."""
 
+import functools
 import json
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -19,8 +21,23 @@ from nvserve.protocol.client_messages import (
     encode_client,
 )
 
-LIMIT_S = 1.0  # of CPU time, on a busy machine; decoded, they took 0.6 to 2.5 s on a quiet one
+# Of CPU time, in one of some tries: the core may be shared. Decoded they took 0.6 to 2.5 s.
+LIMIT_S = 0.5
+NUM_TRIES = 5
+T = TypeVar("T")
 PROMPT = b'{"prompt":"x","%s":'
+
+
+def cheaply(work: Callable[[], T]) -> T:
+    """Its result, once it took little."""
+    took_s = []
+    for _ in range(NUM_TRIES):
+        begun = time.process_time()
+        result = work()
+        took_s.append(time.process_time() - begun)
+        if took_s[-1] < LIMIT_S:
+            return result
+    raise AssertionError(f"always more than {LIMIT_S} s: {took_s}")
 
 
 def filled(start: bytes, item: bytes, end: bytes) -> bytes:
@@ -29,56 +46,68 @@ def filled(start: bytes, item: bytes, end: bytes) -> bytes:
     return start + (item * count).rstrip(b",") + end
 
 
+@functools.cache
+def names() -> bytes:
+    return b",".join(b'"%d":1' % number for number in range(2_500_000))
+
+
 def keys(start: bytes, end: bytes) -> bytes:
-    return start + b",".join(b'"%d":1' % number for number in range(2_500_000)) + end
+    return start + names() + end
 
 
-BODIES: list[tuple[type[Any], str, bytes]] = [
-    (CompletionBody, "prompt", filled(b'{"prompt":[', b"[1],", b"]}")),
-    (CompletionBody, "prompt", filled(b'{"prompt":[', b"[],", b"]}")),
-    (CompletionBody, "prompt", filled(b'{"prompt":["a",', b"[],", b"]}")),
-    (CompletionBody, "logit_bias", keys(PROMPT % b"logit_bias" + b"{", b"}}")),
-    (CompletionBody, "guided_json", filled(PROMPT % b"guided_json" + b"[", b"{},", b"]}")),
-    (CompletionBody, "metadata", keys(PROMPT % b"metadata" + b"{", b"}}")),
-    (CompletionBody, "0", keys(b"{", b"}")),
-    (ChatBody, "tools", filled(b'{"messages":[],"tools":[', b'{"type":""},', b"]}")),
-    (ChatBody, "messages", filled(b'{"messages":[', b'{"role":"user","content":""},', b"]}")),
-    (ChatBody, "messages", filled(b'{"messages":[{"role":"user","content":[',
-                                  b'{"type":"text","text":""},', b"]}]}")),
+Make = Callable[[bytes], bytes]  # of a whole body from its start
+BODIES: list[tuple[type[Any], str, bytes, Make]] = [
+    (CompletionBody, "prompt", b'{"prompt":[', lambda start: filled(start, b"[1],", b"]}")),
+    (CompletionBody, "prompt", b'{"prompt":[', lambda start: filled(start, b"[],", b"]}")),
+    (CompletionBody, "prompt", b'{"prompt":["a",', lambda start: filled(start, b"[],", b"]}")),
+    (CompletionBody, "logit_bias", PROMPT % b"logit_bias" + b"{", lambda at: keys(at, b"}}")),
+    (CompletionBody, "guided_json", PROMPT % b"guided_json" + b"[",
+     lambda start: filled(start, b"{},", b"]}")),
+    (CompletionBody, "metadata", PROMPT % b"metadata" + b"{", lambda at: keys(at, b"}}")),
+    (CompletionBody, "0", b"{", lambda start: keys(start, b"}")),
+    (ChatBody, "tools", b'{"messages":[],"tools":[',
+     lambda start: filled(start, b'{"type":""},', b"]}")),
+    (ChatBody, "messages", b'{"messages":[',
+     lambda start: filled(start, b'{"role":"user","content":""},', b"]}")),
+    (ChatBody, "messages", b'{"messages":[{"role":"user","content":[',
+     lambda start: filled(start, b'{"type":"text","text":""},', b"]}]}")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("body_type", "param", "raw"), BODIES, ids=[repr(raw[:40]) for _, _, raw in BODIES]
-)
+@pytest.mark.parametrize(("body_type", "param", "start", "make"), BODIES)
 def test_what_is_dear_to_decode_is_refused_first(
-    body_type: type[Any], param: str, raw: bytes
+    body_type: type[Any], param: str, start: bytes, make: Make
 ) -> None:
-    begun = time.process_time()
-    with pytest.raises(ApiError) as caught:
-        plain_messages(parse(body_type, raw).messages)
-    assert time.process_time() - begun < LIMIT_S
-    assert (caught.value.status, caught.value.param) == (400, param)
+    raw = make(start)
+
+    def refuse() -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            plain_messages(parse(body_type, raw).messages)
+        return caught.value
+
+    error = cheaply(refuse)
+    assert (error.status, error.param) == (400, param)
 
 
-@pytest.mark.parametrize(
-    ("body_type", "document"),
-    [
-        (CompletionBody, {"prompt": "a[{b" * 1_000_000}),
-        (CompletionBody, {"prompt": ["[1]" * 10_000] * 100}),
-        (CompletionBody, {"prompt": [[7] * 1_000] * 1_024}),
-        (CompletionBody, {"prompt": [7] * 1_000_000, "stop": ["a"], "n": 2}),
-        (ChatBody, {"messages": [{"role": "user", "content": "[]" * 1_000_000}]}),
-        (DetokenizeBody, {"tokens": [7] * 1_000_000}),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_large_bodies_of_text_and_ids_pass(body_type: type[Any], document: Any) -> None:
+DOCUMENTS: dict[str, tuple[type[Any], Callable[[], Any]]] = {
+    "a text": (CompletionBody, lambda: {"prompt": "a[{b" * 1_000_000}),
+    "texts": (CompletionBody, lambda: {"prompt": ["[1]" * 10_000] * 100}),
+    "lists of ids": (CompletionBody, lambda: {"prompt": [[7] * 1_000] * 1_024}),
+    "ids": (CompletionBody, lambda: {"prompt": [7] * 1_000_000, "stop": ["a"], "n": 2}),
+    "a message": (ChatBody, lambda: {"messages": [{"role": "user", "content": "[]" * 1_000_000}]}),
+    "ids to detokenize": (DetokenizeBody, lambda: {"tokens": [7] * 1_000_000}),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_large_bodies_of_text_and_ids_pass(name: str) -> None:
+    body_type, make = DOCUMENTS[name]
+    document = make()
     raw = json.dumps(document).encode()
     assert len(raw) > FREE_BYTES
     body = parse(body_type, raw)
-    for name, value in document.items():
-        assert msgspec.to_builtins(getattr(body, name)) == value
+    for field, value in document.items():
+        assert msgspec.to_builtins(getattr(body, field)) == value
 
 
 @pytest.mark.parametrize(
@@ -103,10 +132,12 @@ def test_a_frame_of_small_values_is_refused_first(params: bytes) -> None:
     count = MAX_CLIENT_FRAME_BYTES - 200
     values = count.to_bytes(4, "big") + b"\x90" * count
     frame = b"\x84\xa4type\xa6Submit\xa2id\x05\xa6prompt\xa1x\xa6params" + params % values
-    begun = time.process_time()
-    with pytest.raises(BadClientFrame, match=r"\$\.params"):
-        message_of(frame)
-    assert time.process_time() - begun < LIMIT_S
+
+    def refuse() -> None:
+        with pytest.raises(BadClientFrame, match=r"\$\.params"):
+            message_of(frame)
+
+    cheaply(refuse)
 
 
 def test_a_large_frame_of_text_passes() -> None:
