@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
+from peer_memory_on_files import open_files
 
 from nvserve.workers.engine import DTYPES
 from nvserve.workers.parallel import TensorParallel
@@ -66,17 +66,9 @@ def residual_and_weight(job: Job, call: Call) -> tuple[torch.Tensor, torch.Tenso
     return residual.to(DTYPES[job.dtype]), weight.to(DTYPES[job.dtype])
 
 
-def abort_file(folder: str) -> Path:
-    return Path(folder) / "abort"
-
-
 def run_ranks(job: Job) -> list[list[list[torch.Tensor]]]:
     """What each rank got of each call: the sum, or the normalized sum and the residual."""
     folder = Path(job.folder)
-    if job.device == "cpu":
-        for rank in range(job.size):
-            (folder / f"memory{rank}").write_bytes(bytes(job.layout.num_bytes))
-        abort_file(job.folder).write_bytes(bytes(4))
     jobs = [msgspec.structs.replace(job, rank=rank) for rank in range(job.size)]
     command = [sys.executable, "-W", "error", __file__]
     paths = os.pathsep.join([str(TESTS.parent / ".src"), str(TESTS)])
@@ -102,18 +94,6 @@ def _communicate(process: "subprocess.Popen[bytes]", job: Job) -> None:
 # -- the rank ------------------------------------------------------------------------------------
 
 
-def _mapped(path: Path) -> torch.Tensor:
-    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
-
-
-def _on_files(job: Job) -> PeerMemory:
-    folder = Path(job.folder)
-    memories = [_mapped(folder / f"memory{rank}") for rank in range(job.size)]
-    addresses = [memory.data_ptr() for memory in memories]
-    abort = _mapped(abort_file(job.folder)).view(torch.int32)
-    return PeerMemory(job.rank, job.layout, memories[job.rank], addresses, abort, owner=memories)
-
-
 def _on_gpus(job: Job) -> PeerMemory:
     device = torch.device("cuda", job.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -123,7 +103,10 @@ def _on_gpus(job: Job) -> PeerMemory:
 
 
 def _run(job: Job) -> list[list[torch.Tensor]]:
-    memory = _on_files(job) if job.device == "cpu" else _on_gpus(job)
+    if job.device == "cpu":
+        memory = open_files(Path(job.folder), job.rank, job.layout)
+    else:
+        memory = _on_gpus(job)
     memory.meeting.calls.fill_(job.first_call)
     if job.rank == job.late_rank:
         return []

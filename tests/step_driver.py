@@ -33,7 +33,9 @@ from nvserve.protocol.messages import (
 from nvserve.protocol.progress import ProgressPage
 from nvserve.protocol.sampling import SamplingParams
 from nvserve.workers.engine import TorchEngine
+from nvserve.workers.models.decoder import NUM_PLACES, Decoder
 from nvserve.workers.models.registry import read_config
+from nvserve.workers.peer_memory import Layout
 from nvserve.workers.runner import Runner
 from nvserve.workers.step_result import StepResult
 
@@ -302,20 +304,36 @@ class Job(msgspec.Struct):
     size: int
     cases: list[Case]
     changes: dict[str, str | int] = {}
+    has_peer_memory: bool = False
 
 
 RANK_LIMIT_S = 120.0
-SOURCES = Path(__file__).parents[1] / ".src"
+TESTS = Path(__file__).parent
 
 
 def run_ranks(
-    model: Path, launch_dir: Path, size: int, cases: list[Case], **changes: str | int
+    model: Path,
+    launch_dir: Path,
+    size: int,
+    cases: list[Case],
+    *,
+    has_peer_memory: bool = False,
+    **changes: str | int,
 ) -> list[list[list[int]]]:
-    """The new tokens by case and request, from ranks that are processes and agree on them."""
-    jobs = [Job(str(model), str(launch_dir), rank, size, cases, changes) for rank in range(size)]
+    """The new tokens by case and request, from ranks that are processes and agree on them.
+
+    With peer memory, which are files here, all kernels are those of Triton, interpreted.
+    """
+    jobs = [
+        Job(str(model), str(launch_dir), rank, size, cases, changes, has_peer_memory)
+        for rank in range(size)
+    ]
     command = [sys.executable, "-W", "error", __file__]
     pipe = subprocess.PIPE
-    environment = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(TESTS.parent / ".src"), str(TESTS)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    if has_peer_memory:
+        environment["TRITON_INTERPRET"] = "1"
     ranks = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) for _ in jobs]
     try:
         with ThreadPoolExecutor(size) as pool:
@@ -337,12 +355,29 @@ def _communicate(rank: "subprocess.Popen[bytes]", job: Job) -> bytes:
 
 def _run_rank(job: Job) -> list[list[list[int]]]:
     torch.set_num_threads(1)
+    if job.has_peer_memory:
+        import triton_interpreter  # triton is absent from CPU-only installs
+
+        triton_interpreter.mend(checks_overflow=False)
     launch_dir = Path(job.launch_dir)
     engine = make_engine(Path(job.model), launch_dir, tp_size=job.size, **job.changes)
     driver = begin_epoch(engine, launch_dir, rank=job.rank, size=job.size)
+    if job.has_peer_memory:
+        _use_peer_memory(driver.runner.model, job)
     answers = [driver.generate(c.asks, chunk_tokens=c.chunk_tokens) for c in job.cases]
+    peers = driver.runner.model.parallel.peers
+    assert (peers is not None) == job.has_peer_memory
+    assert peers is None or peers.meeting.calls[0] > 0, "no sum went through peer memory"
     engine.end()
     return answers
+
+
+def _use_peer_memory(model: Decoder, job: Job) -> None:
+    """Files in place of the memory of GPUs."""
+    from peer_memory_on_files import open_files
+
+    layout = Layout(job.size, NUM_PLACES, model.config.hidden_size, model.dtype)
+    model.parallel.peers = open_files(Path(job.launch_dir), job.rank, layout)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peer_memory_on_files import abort_all
 from peer_rank import (
     EPS,
     NUM_PLACES,
     Call,
     Job,
-    abort_file,
     addend,
     residual_and_weight,
     run_ranks,
 )
+from step_driver import Ask, Case, greedy_reference, save_model
+from step_driver import run_ranks as run_model
 
 from nvserve.kernels import reference
 from nvserve.workers.crossover import choose
@@ -104,14 +106,23 @@ def test_abort_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> None
         give_up = time.monotonic() + 60.0
         while not (tmp_path / "results1").exists() and time.monotonic() < give_up:
             time.sleep(0.01)
-        with abort_file(job.folder).open("r+b") as file:
-            file.write(b"\1")
+        abort_all(tmp_path)
 
     aborting = threading.Thread(target=abort_once_it_has_left)
     aborting.start()
     results = run_ranks(job)
     aborting.join()
     assert [len(result) for result in results] == [6, 0]
+
+
+def test_a_model_whose_sums_go_through_peer_memory_generates_what_transformers_does(
+    tmp_path: Path,
+) -> None:
+    model = save_model(tmp_path / "model", "Qwen3ForCausalLM", num_hidden_layers=2)
+    prompts = [[5, 6, 7], list(range(20))]
+    cases = [Case([Ask(prompt, 4) for prompt in prompts], 7)]
+    expected = [greedy_reference(model, prompt, 4) for prompt in prompts]
+    assert run_model(tmp_path / "model", tmp_path, 2, cases, has_peer_memory=True) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class TensorParallel:
         self._layout: Final = layout
         self._is_nccl = False
         self._crossover: Crossover | None = None  # found in the first epoch
-        self._peers: PeerMemory | None = None
+        self.peers: PeerMemory | None = None  # of this epoch, where the GPUs reach each other's
         self._aborting: Thread | None = None
         self._abort_lock: Final = Lock()
 
@@ -83,7 +83,7 @@ class TensorParallel:
         PeerLost when a rank that had shown up is gone before it has connected.
         """
         self.leave()
-        self._peers = None
+        self.peers = None
         if self.size == 1:
             return
         for name, value in _ENVIRONMENT.items():
@@ -106,10 +106,10 @@ class TensorParallel:
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
         if self._is_nccl and self._layout is not None:
-            self._peers = open_for_all(self._layout, roll, f"nvserve-e{epoch}", launch_dir)
-        if self._peers is not None:
+            self.peers = open_for_all(self._layout, roll, f"nvserve-e{epoch}", launch_dir)
+        if self.peers is not None:
             self._crossover = agree_on_crossover(
-                self._peers, roll, dist.all_reduce, wait, known=self._crossover
+                self.peers, roll, dist.all_reduce, wait, known=self._crossover
             )
 
     @property
@@ -124,8 +124,8 @@ class TensorParallel:
         nothing on the device waits for peers.
         """
         with self._abort_lock:
-            if self._peers is not None:
-                self._peers.abort()
+            if self.peers is not None:
+                self.peers.abort()
             if self._is_nccl and self._aborting is None and dist.is_initialized():
                 abort = dist.distributed_c10d._abort_process_group
                 self._aborting = Thread(target=abort, daemon=True)
@@ -159,7 +159,7 @@ class TensorParallel:
         What is written there is summed before anything is written to another place, and sums that
         follow each other use places of different numbers.
         """
-        return None if self._peers is None else self._peers.take(number, num_rows)
+        return None if self.peers is None else self.peers.take(number, num_rows)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x in x's dtype; may reuse x."""
@@ -167,9 +167,9 @@ class TensorParallel:
             self._page.beat()  # a long step on a CPU comes by here twice a layer
         if self.size == 1:
             return x
-        if self._peers is not None and self._peers.holds(x):
+        if self.peers is not None and self.peers.holds(x):
             with self._collective():
-                return self._peers.sum(x)
+                return self.peers.sum(x)
         if self._is_nccl:
             with self._collective():
                 dist.all_reduce(x)
@@ -184,9 +184,9 @@ class TensorParallel:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """kernels.norm.add_rms_norm of all_reduce(x), in one kernel where x is of a `place`."""
-        if self._peers is not None and self._peers.holds(x):
+        if self.peers is not None and self.peers.holds(x):
             with self._collective():
-                return self._peers.sum_add_rms_norm(x, residual, weight, eps)
+                return self.peers.sum_add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

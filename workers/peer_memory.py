@@ -79,7 +79,7 @@ class PeerMemory:
         abort: torch.Tensor,
         owner: object = None,
     ) -> None:
-        """`mine` is this rank's allocation, uint8 and zero; addresses are those of all ranks, mapped.
+        """`mine` is this rank's allocation, uint8 and zero; addresses are of all ranks', mapped.
 
         `abort` is an int32 [1] of host memory that the device reads; `owner` is kept alive. The
         crossover is for the caller to set.

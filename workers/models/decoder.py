@@ -69,7 +69,7 @@ class Decoder:
         self.shard = Shard(config, parallel.rank, parallel.size)
         self.device = device
         self.dtype = dtype
-        self._parallel = parallel
+        self.parallel = parallel
         self.embedding = self._zeros(self.shard.vocab_width, config.hidden_size)
         self.head = self.embedding if config.is_tied else torch.zeros_like(self.embedding)
         self.layers = [self._make_layer() for _ in range(config.num_layers)]
@@ -105,8 +105,8 @@ class Decoder:
         local = tokens - self.shard.first_token_id
         is_here = (local >= 0) & (local < self.shard.num_token_ids)
         rows = F.embedding(torch.where(is_here, local, 0), self.embedding)
-        place = self._parallel.place(EMBEDDED, len(rows))
-        residual = self._parallel.all_reduce(torch.mul(rows, is_here[:, None], out=place))
+        place = self.parallel.place(EMBEDDED, len(rows))
+        residual = self.parallel.all_reduce(torch.mul(rows, is_here[:, None], out=place))
         return rms_norm(residual, norm, eps), residual
 
     def _attention(
@@ -131,12 +131,12 @@ class Decoder:
             self.shard.num_kv_heads,
         )
         mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
-        return linear(mixed, layer.output, out=self._parallel.place(MIXED, len(x)))
+        return linear(mixed, layer.output, out=self.parallel.place(MIXED, len(x)))
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the output, [T, N]."""
         active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
-        return linear(active, layer.down, out=self._parallel.place(FED, len(x)))
+        return linear(active, layer.down, out=self.parallel.place(FED, len(x)))
 
     def _sum_and_norm(
         self,
@@ -146,7 +146,7 @@ class Decoder:
         norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' parts summed, with the bias added once: normalized, and as the residual."""
-        parallel, eps = self._parallel, self.config.norm_eps
+        parallel, eps = self.parallel, self.config.norm_eps
         if bias is None:
             return parallel.all_reduce_add_rms_norm(part, residual, norm, eps)
         return add_rms_norm(parallel.all_reduce(part) + bias, residual, norm, eps)
