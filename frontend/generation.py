@@ -209,15 +209,25 @@ class Choice:
 
 
 class Generation:
-    """All choices of one client request. `accepted` and `done` are awaited by its owner."""
+    """All choices of one client request. `accepted` and `done` are awaited by its owner.
+
+    `is_resumable`: its client can go on at another frontend with the ids that it holds.
+    """
 
     def __init__(
-        self, engine: Engine, vocabulary: Vocabulary, eos_ids: frozenset[int], plan: Plan
+        self,
+        engine: Engine,
+        vocabulary: Vocabulary,
+        eos_ids: frozenset[int],
+        plan: Plan,
+        *,
+        is_resumable: bool = False,
     ) -> None:
         self.engine: Final = engine
         self.vocabulary: Final = vocabulary
         self.eos_ids: Final = eos_ids
         self.plan: Final = plan
+        self.is_resumable: Final = is_resumable
         self.needs_logprobs: Final = plan.sampling[0].logprobs >= 0
         self.metrics: Final = RequestMetrics(len(plan.prompts) * plan.num_choices)
         self.choices: Final = [

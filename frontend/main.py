@@ -112,8 +112,9 @@ class Frontend:
             case Condition():
                 self._service.condition = message
             case Drain():
-                if self._drain is None:
-                    self._drain = asyncio.create_task(self._drain_all(message))
+                if self._drain is not None:  # the server ends while its frontend is restarted
+                    self._drain.cancel()
+                self._drain = asyncio.create_task(self._drain_all(message))
             case Exit():
                 self._exit.set()
             case _:

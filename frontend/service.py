@@ -4,10 +4,9 @@ Owns the tokenizer, the engine and the set of open generations. Knows bodies and
 connection.
 """
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import msgspec
@@ -17,6 +16,7 @@ from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
 from nvserve.frontend.grammars import resolve_grammar
+from nvserve.frontend.ongoing import Ongoing, have_ended
 from nvserve.frontend.params import (
     Limits,
     check_prompt,
@@ -66,17 +66,21 @@ class Service:
         )
         self._eos_ids: Final = frozenset(config.facts.eos_token_ids)
         self._open: set[Generation] = set()
-        self._num_working = 0
-        self._idle: Final = asyncio.Event()
-        self._idle.set()
+        self._bound: Final = Ongoing()  # to this frontend: a client could not go on elsewhere
+        self._resumable: Final = Ongoing()
+        self._passing: Final = Ongoing()  # resumable, begun during the drain for a restart
 
     # -- open or closed --------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        """Refuse while draining, or when the launcher has given up."""
+    def check_open(self, *, is_resumable: bool = False) -> None:
+        """Refuse while draining, or when the launcher has given up.
+
+        What its client resumes at another frontend is taken until this one is replaced.
+        """
         if self.condition.state is State.FAILED:  # another try would not help
             raise ApiError(503, self._farewell())
-        if self.is_draining or self.condition.state is State.DRAINING:
+        is_closed = self.is_draining and not (is_resumable and self._is_restarting)
+        if is_closed or self.condition.state is State.DRAINING:
             raise ApiError(503, self._farewell(), retry_after_s=CLOSED_RETRY_AFTER_S)
 
     @property
@@ -98,26 +102,25 @@ class Service:
                 code="model_not_found",
             )
 
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self, *, is_resumable: bool = False) -> AbstractContextManager[None]:
         """Around everything a drain has to wait for."""
-        self._num_working += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_working -= 1
-            if not self._num_working:
-                self._idle.set()
+        if not is_resumable:
+            return self._bound.one()
+        return (self._passing if self._is_restarting else self._resumable).one()
 
     async def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
-        """Refuse what is new, wait for what runs, and end the rest after the timeout."""
+        """Refuse what is new, wait for what runs, and end the rest after the timeout.
+
+        For a restart what is resumable goes on: its client takes it to the next frontend.
+        """
         self.is_draining, self._is_restarting = True, is_restart
-        if await self._is_idle_within(timeout_s):
+        kinds = [self._bound, self._resumable] + ([] if is_restart else [self._passing])
+        if await have_ended(timeout_s, *kinds):
             return
         for generation in list(self._open):
-            generation.abort(ApiError(503, self._farewell(), code="aborted"))
-        await self._is_idle_within(1.0)
+            if not (is_restart and generation.is_resumable):
+                generation.abort(ApiError(503, self._farewell(), code="aborted"))
+        await have_ended(1.0, *([self._bound] if is_restart else kinds))
 
     def _farewell(self) -> str:
         """Why nothing is accepted any more, and what was accepted ends now."""
@@ -127,14 +130,6 @@ class Service:
         if self._is_restarting and self.condition.state is not State.DRAINING:
             return "the frontend is being restarted"
         return "the server is shutting down"
-
-    async def _is_idle_within(self, limit_s: float) -> bool:
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     # -- bodies to plans -------------------------------------------------------------------------
 
@@ -291,13 +286,15 @@ class Service:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def generation(self, plan: Plan) -> Generation:
+    def generation(self, plan: Plan, *, is_resumable: bool = False) -> Generation:
         """A generation that is not started yet."""
-        return Generation(self.engine, self.tokenizer.vocabulary, self._eos_ids, plan)
+        return Generation(
+            self.engine, self.tokenizer.vocabulary, self._eos_ids, plan, is_resumable=is_resumable
+        )
 
     def start(self, generation: Generation, sink: Sink, emitted: Sequence[int] = ()) -> None:
         """Submit it, and count it among the open ones until it is over."""
-        self.check_open()
+        self.check_open(is_resumable=generation.is_resumable)
         generation.start(sink, emitted)
         self._open.add(generation)
         generation.on_over(self._open.discard)

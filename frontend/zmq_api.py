@@ -169,7 +169,7 @@ class Door:
 
     async def _run(self, connection: Connection, request: Request) -> None:
         try:
-            with self._service.working():
+            with self._service.working(is_resumable=True):
                 last = await self._generate(connection, request)
         except ApiError as error:
             last = error_message(request.id, error)
@@ -184,7 +184,7 @@ class Door:
 
     async def _planned(self, submit: Submit) -> tuple[Plan, list[int]]:
         """What is to be done, and the ids that the client holds of it."""
-        self._service.check_open()
+        self._service.check_open(is_resumable=True)
         limits, params = self._service.limits, submit.params
         plan = await self._service.plan_client(
             params, prompt_of(submit, limits), params.logprobs, params.prompt_logprobs
@@ -198,7 +198,7 @@ class Door:
             plan, emitted = await self._planned(request.take_submit())
         finally:
             self._note_planned(connection, -request.num_bytes)
-        generation = self._service.generation(plan)
+        generation = self._service.generation(plan, is_resumable=True)
         if request.is_gone:
             raise ApiError(499, "aborted")
         request.generation = generation

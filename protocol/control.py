@@ -88,7 +88,11 @@ class Hold(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Refuse new requests, let running ones finish for at most this long, then answer Drained."""
+    """Refuse new requests, let running ones finish for at most this long, then answer Drained.
+
+    A later one replaces it. For a restart, requests over ZMQ are taken and go on all the while,
+    since their clients submit them again to the next frontend.
+    """
 
     timeout_s: float
     is_restart: bool = False  # another frontend takes over: the server itself goes on

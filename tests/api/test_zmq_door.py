@@ -4,6 +4,7 @@ import asyncio
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import msgspec
 import pytest
@@ -27,9 +28,11 @@ from nvserve.protocol.client_messages import (
     decode_to_client,
     encode_client,
 )
+from nvserve.protocol.control import Drained, State
 from nvserve.protocol.messages import Finish
 from nvserve.protocol.messages import Submit as CoreSubmit
 
+LIMIT_S = 60.0
 TOKENIZER = Tokenizer.from_file(f"{DEMO_MODEL}/tokenizer.json")
 
 
@@ -181,6 +184,71 @@ def test_async_streams_survive_a_new_frontend(frontend: FrontendProcess, core: F
         future = pool.submit(asyncio.run, run())
         restart(frontend, core)
         assert future.result(EVENT_LIMIT_S) == [tokens_of([n + 1], 40) for n in range(4)]
+
+
+def test_streams_go_on_when_the_frontend_is_restarted_as_planned(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    """One that runs when the drain begins, and one that comes during it."""
+    core.most_tokens = 10
+
+    def run(started: Event) -> list[tuple[list[int], int]]:
+        with Client(frontend.endpoint) as client:
+            requests = [client.submit([1], max_tokens=40, temperature=0.0)]
+            pieces = client.pieces(requests[0])
+            next(pieces)
+            started.set()
+            assert draining.wait(LIMIT_S)
+            requests.append(client.submit([2], max_tokens=40, temperature=0.0))
+            return [(client.result(r).token_ids, r.num_submits) for r in requests]
+
+    started, draining = Event(), Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run, started)
+        assert started.wait(LIMIT_S)
+        frontend.drain(1.0, is_restart=True)
+        frontend.wait_health("draining")
+        draining.set()
+        core.wait_until(lambda core: sum(len(r.output) == 10 for r in core.running.values()) == 2)
+        frontend.expect(Drained)
+        frontend.restart(zmq_endpoint=frontend.endpoint)
+        frontend.ready()
+        frontend.new_core()
+        assert future.result(LIMIT_S) == [(tokens_of([n], 40), 2) for n in (1, 2)]
+
+
+def test_a_drain_for_a_restart_does_not_wait_for_what_comes_during_it(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    core.is_held.set()
+    with Client(frontend.endpoint) as client:
+        first = client.submit([1], max_tokens=3)
+        core.wait_until(lambda core: len(core.of_type(CoreSubmit)) == 1)
+        frontend.drain(60.0, is_restart=True)
+        frontend.wait_health("draining")
+        client.submit([2], max_tokens=3)
+        core.wait_until(lambda core: len(core.of_type(CoreSubmit)) == 2)
+        client.abort(first)
+        frontend.expect(Drained)  # the second stands still
+
+
+def test_a_server_that_ends_during_a_restart_ends_streams_over_zmq(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    core.is_held.set()
+    with Client(frontend.endpoint) as client:
+        requests = [client.submit([1], max_tokens=3)]
+        core.wait_until(lambda core: len(core.of_type(CoreSubmit)) == 1)
+        frontend.drain(60.0, is_restart=True)
+        frontend.wait_health("draining")
+        requests.append(client.submit([2], max_tokens=3))
+        core.wait_until(lambda core: len(core.of_type(CoreSubmit)) == 2)
+        frontend.tell(State.DRAINING)
+        frontend.drain(0.1)
+        for request in requests:
+            with pytest.raises(RequestError, match="503: the server is shutting down"):
+                client.result(request, LIMIT_S)
+        frontend.expect(Drained)
 
 
 def test_no_server_is_an_error_within_the_limit() -> None:
