@@ -12,6 +12,12 @@ from nvserve.scripts.outlet import Outlet
 LINE = "x" * 999 + "\n"
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a second is no reader that has gone to sleep."""
+    monkeypatch.setattr(outlet, "FAREWELL_S", 60.0)
+
+
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
@@ -32,7 +38,7 @@ def test_both_streams_come_in_one_order(pipe: tuple[int, int]) -> None:
     lines.write("before\n")
     lines.announce("ready")
     lines.write("after\n")
-    lines.close()
+    assert lines.close()
     assert read_all(pipe[0]) == b"before\nready\nafter\n"
 
 
@@ -59,7 +65,7 @@ def test_a_full_pipe_loses_nothing_that_was_kept(pipe: tuple[int, int], is_block
         lines.write(LINE)
     found = b""
     while len(found) < 200 * len(LINE):
-        assert select.select([pipe[0]], [], [], 10)[0]
+        assert select.select([pipe[0]], [], [], 60)[0]
         found += os.read(pipe[0], 65536)
     assert lines.close()
     assert found == LINE.encode() * 200
@@ -73,6 +79,6 @@ def test_a_reader_that_has_left_and_a_full_disk_are_survived(pipe: tuple[int, in
         lines = Outlet(stdout_fd=pipe[1], stderr_fd=fd)
         lines.write("lost\n")
         lines.announce("kept")
-        lines.close()
+        assert lines.close()  # nobody writes to this number any more
         os.close(fd)
     assert read_all(pipe[0]) == b"kept\nkept\n"
