@@ -50,7 +50,7 @@ from nvserve.protocol.messages import (
 from nvserve.protocol.progress import Phase, page_path, read_page
 from nvserve.protocol.sampling import SamplingParams
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0  # for whatever surely comes, the start of an interpreter included
 CORE_LIFE = 4
 SOURCE = Path(__file__).parent.parent / ".src"
 T = TypeVar("T")

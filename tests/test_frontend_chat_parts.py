@@ -177,6 +177,9 @@ LONG: list[tuple[str, str, str]] = [
 ]
 
 
+NUM_TRIES = 5  # other work on the same core may make one dear, but not all
+
+
 def seconds_for(kind: str, start: str, piece: str, num_pieces: int) -> float:
     splitter = make(kind)
     begun = time.process_time()
@@ -188,8 +191,9 @@ def seconds_for(kind: str, start: str, piece: str, num_pieces: int) -> float:
 def test_a_piece_costs_no_more_behind_a_long_text(kind: str, start: str, piece: str) -> None:
     """Text of many pieces that stays undecided: sixteen times as much may not cost 256 times."""
     few = min(seconds_for(kind, start, piece, 1_500) for _ in range(3))
-    many = seconds_for(kind, start, piece, 24_000)
-    assert many < 50 * max(few, 0.001)
+    assert any(
+        seconds_for(kind, start, piece, 24_000) < 50 * max(few, 0.001) for _ in range(NUM_TRIES)
+    )
 
 
 def test_many_calls_in_one_piece_of_text_cost_no_more_each() -> None:
@@ -200,4 +204,4 @@ def test_many_calls_in_one_piece_of_text_cost_no_more_each() -> None:
         return time.process_time() - begun
 
     few = min(seconds(300) for _ in range(3))
-    assert seconds(4_800) < 80 * few
+    assert any(seconds(4_800) < 80 * few for _ in range(NUM_TRIES))

