@@ -107,7 +107,7 @@ def test_a25_streams_over_zmq_survive_preemptions(roomy: Asker, cramped: Asker) 
             assert result.token_ids == right["token_ids"]
             assert result.text == right["text"]
             assert result.num_output_tokens == len(right["token_ids"])
-    assert cramped.metrics()["nvserve:num_preemptions_total"] > before
+    cramped.wait_more("nvserve:num_preemptions_total", before)
     cramped.check_alive()
 
 
@@ -128,9 +128,8 @@ def test_a23_resumed_requests_hit_their_own_blocks(roomy: Asker, cramped: Asker)
         )
         assert [client.result(one, limit_s=120).token_ids for one in over_zmq] == expected[8:]
         assert list(over_http) == expected[:8]
-    after = cramped.metrics()
-    for name in ("num_preemptions_total", "prefix_cache_hits_total"):
-        assert after[f"nvserve:{name}"] > before[f"nvserve:{name}"]
+    for name in ("nvserve:num_preemptions_total", "nvserve:prefix_cache_hits_total"):
+        cramped.wait_more(name, before[name])
     cramped.check_alive()
 
 

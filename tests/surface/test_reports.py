@@ -117,7 +117,7 @@ def worst_waits(asker: Asker, path: bytes, huge: bytes) -> tuple[float, float]:
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         streams = [pool.submit(read_stream) for _ in range(4)]
-        wait_for("the streams run", lambda: len(gaps) > 20, 30.0)
+        wait_for("the streams run", lambda: len(gaps) > 20)
         refusals = [pool.submit(refused) for _ in range(8)]
         while len(health) < 5 or not all(one.done() for one in refusals):
             begun = time.monotonic()
@@ -169,16 +169,15 @@ def test_a19_clients_that_are_gone_free_everything(asker: Asker, delay_s: float)
         | {"stream": index % 2 == 0}
         for index in range(32)
     ]
-    kept = concurrent.futures.ThreadPoolExecutor(1).submit(
-        asker.complete, prompt="To be, or", max_tokens=30, **GREEDY
-    )
-    connections = [post_raw(asker, body) for body in bodies]
-    time.sleep(delay_s)  # not for an event: queued, prefilling and decoding are all wanted
-    for connection in connections:
-        reset(connection)
-    expected = asker.complete(prompt="To be, or", max_tokens=30, **GREEDY)
-    assert ids_of(kept.result(60)) == ids_of(expected)
-    wait_for("nothing runs", lambda: _is_idle(asker), 5.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(asker.complete, prompt="To be, or", max_tokens=30, **GREEDY)
+        connections = [post_raw(asker, body) for body in bodies]
+        time.sleep(delay_s)  # not for an event: queued, prefilling and decoding are all wanted
+        for connection in connections:
+            reset(connection)
+        expected = asker.complete(prompt="To be, or", max_tokens=30, **GREEDY)
+        assert ids_of(kept.result(60)) == ids_of(expected)
+    wait_for("nothing runs", lambda: _is_idle(asker))
     metrics = asker.metrics()
     assert_sums(metrics)
     asker.check_alive()
@@ -205,7 +204,7 @@ def test_a20_disconnects_around_the_end_of_short_requests(asker: Asker) -> None:
             assert_sums(asker.metrics())
         for one in coming:
             one.result()
-    wait_for("nothing runs", lambda: _is_idle(asker), 5.0)
+    wait_for("nothing runs", lambda: _is_idle(asker))
     asker.check_alive()
 
 
@@ -284,7 +283,10 @@ def test_a_deadline_ends_a_request_in_both_forms(asker: Asker) -> None:
     short = {"X-Request-Timeout": "0.2"}
     status, answer = asker.post("/v1/completions", body, **short)
     assert (status, json.loads(answer)["error"]["code"]) == (504, "deadline_exceeded")
-    status, answer = asker.post("/v1/completions", body | {"stream": True}, **short)
+    for _ in range(NUM_ROUNDS):  # this machine may stand still until it is over
+        status, answer = asker.post("/v1/completions", body | {"stream": True}, **short)
+        if status == 200:
+            break
     assert status == 200
     events = [line for line in answer.decode().split("\n\n") if line]
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"

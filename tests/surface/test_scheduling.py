@@ -4,14 +4,14 @@
 """
 
 import concurrent.futures
-import time
+import contextlib
 import zlib
 from typing import Any
 
 import pytest
-from process.server import Server, served
+from process.server import Server, served, wait_for
 from surface.asking import Asker
-from surface.test_reports import ids_of
+from surface.test_reports import ids_of, post_raw
 
 from nvserve.frontend.client import Client
 from nvserve.frontend.client_session import RequestError, Result
@@ -47,14 +47,13 @@ def test_a24_copies_of_one_prompt_at_once_and_over_zmq(asker: Asker, num_tokens:
 
 
 def test_a27_small_requests_pass_a_big_one_that_has_no_room() -> None:
-    """A long decode holds 60 of 100 blocks, so one that needs 80 waits; 20 need two each."""
+    """A long decode holds 60 of 300 blocks, so one that needs 242 waits; 20 need two each."""
     server = Server.launch(
         *("--device", "sim", "--sim-step-ms", "5", "--spares", "0", "--zmq-port", "0"),
-        *("--num-kv-blocks", "101", "--block-size", str(BLOCK), "--max-model-len", "4096"),
+        *("--num-kv-blocks", "301", "--block-size", str(BLOCK), "--max-model-len", "4096"),
     )
     with served(server):
         asker = Asker(server, server.wait_ready())
-        ended: dict[str, float] = {}
 
         def ask(name: str, num_prompt: int, max_tokens: int) -> None:
             prompt = [3 + zlib.crc32(name.encode()) % 900] * num_prompt  # no prefix in common
@@ -65,23 +64,25 @@ def test_a27_small_requests_pass_a_big_one_that_has_no_room() -> None:
             else:
                 answer = asker.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
                 assert answer["usage"]["completion_tokens"] == max_tokens
-            ended[name] = time.monotonic()
 
-        with concurrent.futures.ThreadPoolExecutor(22) as pool:
-            asked = [pool.submit(ask, "long", 950, 600)]
+        with (
+            concurrent.futures.ThreadPoolExecutor(21) as pool,
+            Client(asker.zmq_endpoint) as client,
+        ):
+            long = client.submit([2] * 950, max_tokens=3100, ignore_eos=True)  # 15 s at least
             _wait_running(asker, 1)
-            asked.append(pool.submit(ask, "big", 1270, 4))
+            big = pool.submit(ask, "big", 3860, 4)
             _wait_waiting(asker, 1)
-            asked += [
+            small = [
                 pool.submit(ask, f"small {number} {door}", 20, 8)
                 for number in range(10)
                 for door in ("http", "zmq")
             ]
-            for one in asked:
+            for one in small:
                 one.result(120)
-        small = [when for name, when in ended.items() if name.startswith("small")]
-        assert len(small) == 20
-        assert max(small) < ended["long"] < ended["big"]
+            assert not big.done()
+            client.abort(long)
+            big.result(120)
         asker.check_alive()
 
 
@@ -93,10 +94,20 @@ def _wait_waiting(asker: Asker, count: int) -> None:
     _wait_metric(asker, "nvserve:num_requests_waiting", count)
 
 
+def _statuses_at_once(asker: Asker, body: dict[str, Any], count: int) -> list[int]:
+    """The statuses of so many streams, each of which is left as soon as it has one."""
+    statuses = []
+    with contextlib.ExitStack() as stack:
+        asking = [
+            stack.enter_context(post_raw(asker, body | {"stream": True})) for _ in range(count)
+        ]
+        for connection in asking:
+            statuses.append(int(connection.recv(4096).split(maxsplit=2)[1]))
+    return statuses
+
+
 def _wait_metric(asker: Asker, name: str, value: float) -> None:
-    deadline = time.monotonic() + 30
-    while asker.metrics()[name] != value:
-        assert time.monotonic() < deadline, f"{name} is never {value}"
+    wait_for(f"{name} of {value}", lambda: asker.metrics()[name] == value)
 
 
 # -- a full queue ----------------------------------------------------------------------------------
@@ -119,10 +130,10 @@ def test_who_finds_the_queue_full_is_told_when_it_will_be_served() -> None:
             while sum(one.done() for one in asked) < 8:  # by now the pace is known
                 waiting = [one for one in asked if not one.done()]
                 concurrent.futures.wait(waiting, 30, concurrent.futures.FIRST_COMPLETED)
-            last = [client.submit(**body) for _ in range(20)][-1]
+            last = [client.submit(**body) for _ in range(60)][-1]  # more than are served meanwhile
             with pytest.raises(RequestError) as caught:
                 client.result(last, limit_s=60)
-            assert asker.post("/v1/completions", body)[0] == 429
+            assert 429 in _statuses_at_once(asker, body, 45)
         assert (caught.value.status, caught.value.code) == (429, "queue_full")
         assert caught.value.retry_after_s is not None
         assert 1 < caught.value.retry_after_s < 20

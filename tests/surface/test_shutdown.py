@@ -17,7 +17,7 @@ from surface.zmq_peer import Peer
 from nvserve.protocol.client_messages import Accepted, ClientParams, Error, Finished, Submit
 
 NUM_STREAMS = 4  # at each door
-FAST_EXIT_S = 10.0  # interpreters end slowly on a full machine; draining would take minutes
+FAST_EXIT_S = 20.0  # interpreters end slowly on a full machine; draining would take half a minute
 
 
 @contextmanager
@@ -91,10 +91,12 @@ def test_a36_an_interrupt_of_the_whole_group_lets_streams_finish() -> None:
         Peer(asker.zmq_endpoint) as late,
         Streams(asker, max_tokens=400) as streams,
     ):
+        last = post_raw(asker, {"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
         for pid in (asker.server.pid, *asker.pids.values()):  # as a terminal's Ctrl-C does
             os.kill(pid, signal.SIGINT)
         wait_for("draining", lambda: is_draining(asker))
         assert_refused(asker, late)
+        last.close()  # until now there was surely something to drain
         for peer in streams.zmq:
             ids, finished = peer.output(1, Finished)
             assert (len(ids), finished.finish_reason) == (400, "length")
@@ -135,7 +137,7 @@ def test_a36_a_second_signal_ends_at_once() -> None:
 def test_a36_a_signal_while_loading_ends_cleanly() -> None:
     with served(Server.launch("--tp", "2")) as server:
         wait_for("a launch", lambda: list(server.tmpdir.glob("nvserve-*/launcher.sock")))
-        wait_for("four children", lambda: len(server.pids()) == 4)
+        wait_for("four children", lambda: len(server.pids()) >= 4)
         server.signal(signal.SIGTERM)
         assert server.wait_exit(FAST_EXIT_S) == 0
         assert "Traceback" not in server.text

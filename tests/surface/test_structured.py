@@ -4,14 +4,14 @@ import json
 import os
 import re
 import signal
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from process.server import Server, served
-from surface.asking import Asker
+from surface.asking import Asker, in_time
 from tokenizers import Tokenizer
 
 from nvserve.frontend.client import Client
@@ -57,6 +57,7 @@ NO_BLANKS = {
     if not TOKENIZER.decode([token_id], skip_special_tokens=False).strip()
 }
 LONG = {"max_tokens": 400, "temperature": 0.7, "seed": 11}
+LIMIT_S = 2.0
 
 
 def assert_follows_schema(text: str) -> None:
@@ -184,12 +185,11 @@ BOMBS: list[tuple[dict[str, Any], str]] = [
 def test_a10_bad_grammars_are_refused_fast(
     asker: Asker, fields: dict[str, Any], param: str
 ) -> None:
-    begun = time.monotonic()
-    error = asker.refusal("/v1/completions", {"prompt": "x", "max_tokens": 4, **fields})
+    body = {"prompt": "x", "max_tokens": 4, **fields}
+    error = in_time(LIMIT_S, lambda: asker.refusal("/v1/completions", body))
     assert error["param"] == param, error
     assert error["message"].startswith(param)
     assert len(error["message"]) < 1000
-    assert time.monotonic() - begun < 2.0
     asker.check_alive()
 
 
@@ -210,13 +210,16 @@ def test_a10_bad_grammars_are_refused_over_zmq_too(
     if asked is None:
         pytest.skip("this form is HTTP's alone")
     with Client(asker.zmq_endpoint) as client:
-        begun = time.monotonic()
-        with pytest.raises(RequestError) as caught:
-            client.generate("x", max_tokens=4, **asked)
-        assert time.monotonic() - begun < 2.0
-        assert caught.value.status == 400
-        assert caught.value.param == param.replace("guided_", "structured_outputs.")
-        assert len(caught.value.message) < 1000
+
+        def refusal() -> RequestError:
+            with pytest.raises(RequestError) as caught:
+                client.generate("x", max_tokens=4, **asked)
+            return caught.value
+
+        error = in_time(LIMIT_S, refusal)
+    assert error.status == 400
+    assert error.param == param.replace("guided_", "structured_outputs.")
+    assert len(error.message) < 1000
     asker.check_alive()
 
 
@@ -232,10 +235,9 @@ def test_a10_deep_json_in_any_field(asker: Asker, field: str) -> None:
             ("/v1/chat/completions", b'"messages":[{"role":"user","content":"a"}]'),
             ("/tokenize", b'"prompt":"x"'),
         ):
-            begun = time.monotonic()
-            status, answer = asker.post(path, start + deep + b"," + rest + b"}")
+            raw = start + deep + b"," + rest + b"}"
+            status, answer = in_time(LIMIT_S, partial(asker.post, path, raw))
             assert status == 400, (path, depth, answer)
-            assert time.monotonic() - begun < 2.0
     asker.check_alive()
 
 
@@ -254,22 +256,20 @@ def test_a10_deep_json_in_any_field(asker: Asker, field: str) -> None:
 def test_a10_bad_schemas_of_tools(asker: Asker, parameters: Any, choice: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": choice}
-    begun = time.monotonic()
-    assert str(asker.refusal("/v1/chat/completions", body)["param"]).startswith("tools")
-    assert time.monotonic() - begun < 2.0
+    error = in_time(LIMIT_S, lambda: asker.refusal("/v1/chat/completions", body))
+    assert str(error["param"]).startswith("tools")
     asker.check_alive()
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "((a{200}){200}){200}", "(a+)+"])
 def test_a10_patterns_that_explode_elsewhere_are_harmless(asker: Asker, pattern: str) -> None:
-    begun = time.monotonic()
     body = {"prompt": "a" * 40, "max_tokens": 30, "temperature": 0}
-    choice = asker.complete(**body, guided_regex=pattern)["choices"][0]
-    assert re.fullmatch("a+b?", choice["text"])
+    fields = {"guided_regex": pattern}
+    answer = in_time(LIMIT_S, lambda: asker.complete(**body, **fields))
+    assert re.fullmatch("a+b?", answer["choices"][0]["text"])
     schema = {"type": "string", "pattern": "^(a+)+$"}
-    text = asker.complete(**body, guided_json=schema)["choices"][0]["text"]
-    assert re.fullmatch('"a+"?', text)
-    assert time.monotonic() - begun < 5.0
+    answer = in_time(LIMIT_S, lambda: asker.complete(**body, guided_json=schema))
+    assert re.fullmatch('"a+"?', answer["choices"][0]["text"])
 
 
 # -- grammars that end outputs ---------------------------------------------------------------------
@@ -338,4 +338,4 @@ def test_a_grammar_goes_on_after_a_death(victim: str) -> None:
                     os.kill(server.pids()[victim], signal.SIGKILL)
                 text += chunk.choices[0].text
         assert text == expected
-        assert server.pids()[victim] != asker.pids[victim]
+        server.wait_status("another one", lambda _: server.pids()[victim] != asker.pids[victim])
