@@ -15,6 +15,7 @@ Request = dict[str, Any]
 Reply = dict[str, Any]
 
 SOCKET_NAME: Final = "launcher.sock"
+MAKING_NAME: Final = "launcher.making"
 MAX_LINE_BYTES: Final = 65536
 MAX_CONNECTIONS: Final = 8
 
@@ -32,8 +33,10 @@ class ControlSocket:
         self._answer: Final = answer
         self._received: Final[dict[socket.socket, bytes]] = {}
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(directory / SOCKET_NAME))
+        making = directory / MAKING_NAME
+        self._socket.bind(str(making))
         self._socket.listen(MAX_CONNECTIONS)
+        making.rename(directory / SOCKET_NAME)  # it appears listening: nobody is refused
         self._socket.setblocking(False)
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
