@@ -21,7 +21,6 @@ from nvserve.protocol.progress import Phase, page_path, read_page
 
 FLAGS = ("--tp", "2", "--dtype", "float32", "--max-restarts", "1000", "--hang-timeout", "5")
 PHASE_LIMIT_S = 1.0  # to find a process in the phase wanted; then it is struck in any
-SETTLE_LIMIT_S = 60.0
 RESIDENTS = {"worker 0", "worker 1", "core", "frontend"}
 LOOPBACK = "0100007F"
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,7 +36,6 @@ class Rig:
         self.url = server.wait_ready()
         self.client = Client(self.url)
         self.shared_memory = set(SHARED_MEMORY.iterdir())
-        self.pauses: list[float] = []
 
     # -- what is there
 
@@ -48,28 +46,16 @@ class Rig:
             spares = [p for p in status["processes"] if p["name"] == "spare"]
             return status["state"] == "ready" and any(spare["is_ready"] for spare in spares)
 
-        deadline = time.monotonic() + SETTLE_LIMIT_S
-        while time.monotonic() < deadline:
-            status = self.server.status()
-            if probe(status):
-                return status
-            time.sleep(0.05)
-        raise AssertionError(f"not ready with a spare: {self.server.status()}")
+        return self.server.wait_status("ready with a spare", probe)
 
     def pid(self, name: str) -> int:
         return self.server.pids()[name]
 
-    def wait_recovered(self, before: dict[str, Any], limit_s: float = 60.0) -> dict[str, Any]:
+    def wait_recovered(self, before: dict[str, Any]) -> dict[str, Any]:
         """Ready in a later epoch than before."""
-        found: list[dict[str, Any]] = []
-
-        def probe() -> bool:
-            status = self.server.status()
-            found[:] = [status]
-            return bool(status["state"] == "ready" and status["epoch"] > before["epoch"])
-
-        wait_for("recovered", probe, limit_s)
-        return found[0]
+        return self.server.wait_status(
+            "recovered", lambda s: s["state"] == "ready" and s["epoch"] > before["epoch"]
+        )
 
     # -- strikes
 
@@ -87,11 +73,7 @@ class Rig:
 
     def kill(self, name: str, phase: Phase | None = None) -> float:
         """SIGKILL, if possible in a phase; when it was."""
-        pid = self.pid(name) if phase is None else self.find_phase(name, phase)
-        at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return at
+        return kill(self.pid(name) if phase is None else self.find_phase(name, phase))
 
     # -- rounds
 
@@ -102,16 +84,13 @@ class Rig:
             load.wait_flowing(chance.randrange(2, 12))
             yield load
 
-    def judge(self, load: Load, since: float, *, is_paused: bool = True) -> list[float]:
+    def judge(self, load: Load, since: float) -> list[float]:
         """Every text right; the pauses of the streams around a fault at `since`."""
         rides = load.finish()
         wrong = complaints(rides, self.texts)
         assert not wrong, f"{len(wrong)} of {len(rides)} requests: {wrong[:5]}"
         found = [ride.pause_s(since, since + 30.0) for ride in rides if ride.kind == "stream"]
-        pauses = [pause for pause in found if pause is not None]
-        if is_paused:
-            self.pauses += pauses
-        return pauses
+        return [pause for pause in found if pause is not None]
 
     def check(self) -> None:
         """Nothing is left of a round but a server as good as new."""
@@ -144,7 +123,7 @@ class Rig:
             is_empty = now["num_requests_running"] == now["num_requests_waiting"] == 0
             return now if is_empty and now["num_free_kv_blocks"] == now["num_kv_blocks"] else None
 
-        now = wait_for("all blocks free, nobody waiting", is_quiet, 10.0)
+        now = wait_for("all blocks free, nobody waiting", is_quiet)
         assert now["requests_accepted_total"] == now["request_success_total"]
         assert now["frontend_open_requests"] == 0
 
@@ -176,6 +155,20 @@ class Rig:
         pages = list(directory.glob("*.page"))
         assert len(pages) <= len(status["processes"]), f"pages of the dead: {pages}"
         assert set(SHARED_MEMORY.iterdir()) <= self.shared_memory, "left in /dev/shm"
+
+
+def kill(pid: int) -> float:
+    """SIGKILL; a time before it."""
+    at = time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return at
+
+
+def wait_dead(pid: int) -> float:
+    """A time at which a process that was killed took nothing any more."""
+    wait_for(f"the end of {pid}", lambda: not is_running(pid))
+    return time.monotonic()
 
 
 @contextmanager

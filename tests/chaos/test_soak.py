@@ -1,14 +1,14 @@
 """A long life of one server: nothing that it holds grows with what it has served or survived."""
 
+import math
 import os
 import signal
-import time
 
 import pytest
 from chaos.cases import Case, Texts
 from chaos.conftest import Row
 from chaos.flatness import Moment
-from chaos.rig import Rig, rig
+from chaos.rig import Rig, rig, wait_dead
 from chaos.traffic import Amounts, Traffic
 from process.server import wait_for
 
@@ -57,16 +57,19 @@ class Soak:
         self.num_kills += 1
         pid = self.rig.pid(name)
         if name == "frontend":
-            self.traffic.frontend_deaths.append(time.monotonic())
+            self.traffic.frontend_deaths.append(math.inf)  # whoever comes may meet the dying
         os.kill(pid, signal.SIGKILL)
-        wait_for("replaced", lambda: self.rig.server.pids().get(name, pid) != pid, 30.0)
+        dead = wait_dead(pid)
+        if name == "frontend":
+            self.traffic.frontend_deaths[-1] = dead
+        wait_for("replaced", lambda: self.rig.server.pids().get(name, pid) != pid)
         self.rig.settled()
         if name == "core":
             self._last_preempted = 0
 
     def _count_preemptions(self) -> None:
         """Core counts since its own start."""
-        now = wait_for("core's totals", self._preemptions, 10.0) - 1
+        now = wait_for("core's totals", self._preemptions) - 1
         self.num_preempted += max(0, now - self._last_preempted)
         self._last_preempted = now
 
