@@ -38,7 +38,7 @@ class Child:
         self.setup: Final = setup
         self.control: Final = control
         self.page: Final = page
-        self.looked: Final = threading.Event()  # set whenever `receive` is called
+        self.looked = threading.Event()  # set whenever `receive` is called
         self.faults: Final[Faults | None] = install() if setup.config.enable_faults else None
 
     def send(self, message: msgspec.Struct) -> bool:

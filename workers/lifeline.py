@@ -14,16 +14,20 @@ from nvserve.protocol.child import Child
 GRACE_S: Final = 0.5  # for the main loop to look; it does so twice as often
 
 
-def hold_lifeline(child: Child, abort: Callable[[], None]) -> None:
-    """From now on, call abort() while a message of the launcher stays unread; never read it."""
-    Thread(target=_watch, args=(child, abort), name="lifeline", daemon=True).start()
+def hold_lifeline(child: Child, abort: Callable[[], None]) -> Thread:
+    """Until the launcher is gone, call abort() while a message of its stays unread; never read it.
+
+    Returns the thread that does so.
+    """
+    thread = Thread(target=_watch, args=(child, abort), name="lifeline", daemon=True)
+    thread.start()
+    return thread
 
 
 def _watch(child: Child, abort: Callable[[], None]) -> None:
     poller = select.poll()
     poller.register(child.control.fileno(), select.POLLIN)
-    while True:
-        poller.poll()
+    while not any(events & select.POLLHUP for _, events in poller.poll()):
         child.looked.clear()
         if not child.looked.wait(GRACE_S) and poller.poll(0):
             abort()

@@ -1,0 +1,183 @@
+"""How ranks agree while they form a group, and how a rank that waits on its device is freed."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Semaphore
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from nvserve.protocol.channel import ControlChannel
+from nvserve.protocol.child import Child
+from nvserve.protocol.codec import encode
+from nvserve.protocol.config import Config, ModelFacts
+from nvserve.protocol.control import Role, Setup, StartEpoch
+from nvserve.protocol.progress import ProgressPage
+from nvserve.workers import crossover, lifeline, peer_memory
+from nvserve.workers.crossover import Times, agree_on_crossover
+from nvserve.workers.lifeline import hold_lifeline
+from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
+from nvserve.workers.roll_call import RollCall
+
+LIMIT_S = 30.0
+LAYOUT = Layout(2, 3, 64, torch.float32)
+
+
+class GaveUp(Exception):
+    """What a wait raises."""
+
+
+def in_concert(size: int, run: Callable[[RollCall], object]) -> list[object]:
+    """What run(roll) returns on each of `size` ranks, which are threads."""
+    store, results = HashStore(), [object()] * size
+
+    def work(rank: int) -> None:
+        roll = RollCall(store, rank, size, lambda: time.sleep(0.001))
+        results[rank] = run(roll)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return results
+
+
+def test_every_rank_hears_all_answers_in_rank_order() -> None:
+    heard = in_concert(3, lambda roll: roll.hear_all("name", f"rank {roll.rank}"))
+    assert heard == [["rank 0", "rank 1", "rank 2"]] * 3
+
+
+def test_one_no_is_a_no_for_all() -> None:
+    assert in_concert(3, lambda roll: roll.all_agree("ready", roll.rank != 1)) == [False] * 3
+    assert in_concert(3, lambda roll: roll.all_agree("ready", True)) == [True] * 3
+
+
+def test_a_rank_that_waits_for_the_missing_can_give_up() -> None:
+    def give_up() -> None:
+        raise GaveUp
+
+    roll = RollCall(HashStore(), 0, 2, give_up)
+    with pytest.raises(GaveUp):
+        roll.hear_all("here", "")
+
+
+def memory_of(rank: int) -> PeerMemory:
+    mine = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+    return PeerMemory(rank, LAYOUT, mine, [0, 0], torch.zeros(1, dtype=torch.int32))
+
+
+def agree(known: list[Crossover | None]) -> list[object]:
+    """The crossover of each rank's memory afterwards."""
+
+    def run(roll: RollCall) -> Crossover:
+        memory = memory_of(roll.rank)
+        found = agree_on_crossover(memory, roll, abs, lambda _: None, known[roll.rank])
+        assert memory.crossover == found
+        return found
+
+    return in_concert(2, run)
+
+
+def test_the_slowest_rank_decides_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[Times] = [
+        {1: (4.0, 6.0, 18.0), 32: (7.0, 7.5, 20.0), 128: (30.0, 12.0, 37.0)},
+        {1: (5.0, 6.0, 17.0), 32: (8.0, 7.0, 21.0), 128: (20.0, 13.0, 36.0)},
+    ]
+    measured = iter(times)  # whichever rank comes first
+    monkeypatch.setattr(crossover, "measure", lambda *_: next(measured))
+    assert agree([None, None]) == [Crossover(1, 128)] * 2
+
+
+def test_a_rank_that_knows_the_crossover_spares_all_from_measuring() -> None:
+    """Where it was measured again, this would need a GPU."""
+    assert agree([None, Crossover(8, 64)]) == [Crossover(8, 64)] * 2
+    assert agree([Crossover(1, 2), Crossover(8, 64)]) == [Crossover(1, 2)] * 2
+
+
+@pytest.mark.parametrize("failing_rank", [-1, 0, 1])
+def test_peer_memory_is_for_all_ranks_or_for_none(
+    failing_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_one(rank: int, *_: object) -> PeerMemory:
+        if rank == failing_rank:
+            raise RuntimeError("injected")
+        return memory_of(rank)
+
+    monkeypatch.setattr(peer_memory, "open_peer_memory", open_one)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    opened = in_concert(2, lambda roll: open_for_all(LAYOUT, roll, "e0", "") is not None)
+    assert opened == [failing_rank == -1] * 2
+
+
+def test_rows_that_kernels_cannot_read_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    odd = Layout(2, 3, 63, torch.float32)
+    assert in_concert(2, lambda roll: open_for_all(odd, roll, "e0", "")) == [None, None]
+
+
+# -- the lifeline ----------------------------------------------------------------------------------
+
+
+class Ends:
+    """A child whose launcher is the test, and how often its lifeline called abort()."""
+
+    def __init__(self, folder: Path, looked: Event | None = None) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        facts = ModelFacts("LlamaForCausalLM", 97, 2, 4, 4096)
+        setup = Setup(Config("m", facts, ["m"]), Role.WORKER, 0, str(folder))
+        self.launcher = ControlChannel(ours)
+        self.child = Child(setup, ControlChannel(theirs), ProgressPage(str(folder / "page")))
+        self.child.looked = looked or self.child.looked
+        self.was_aborted = Event()
+        self.thread = hold_lifeline(self.child, self.was_aborted.set)
+
+    def close(self) -> None:
+        self.launcher.socket.close()
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), "a lifeline ends with the launcher"
+        self.child.control.socket.close()
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(lifeline, "GRACE_S", 0.05)
+    ends = Ends(tmp_path)
+    yield ends
+    ends.close()
+
+
+def test_a_message_that_nobody_reads_aborts_the_group(ends: Ends) -> None:
+    assert ends.launcher.send(encode(StartEpoch(1, 2, 0)))
+    assert ends.was_aborted.wait(LIMIT_S)
+    assert ends.child.receive() == StartEpoch(1, 2, 0)  # it was left for the main loop
+
+
+class Looking(Event):
+    """Of a main loop that looks just after it was last asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout == lifeline.GRACE_S
+        self.times.release()
+        return True
+
+
+def test_a_main_loop_that_looks_is_left_alone(tmp_path: Path) -> None:
+    """Even where a message is unread at each of these moments: it is the next one."""
+    ends = Ends(tmp_path, looked=(looking := Looking()))
+    assert ends.launcher.send(encode(StartEpoch(1, 2, 0)))
+    for _ in range(50):
+        assert looking.times.acquire(timeout=LIMIT_S)
+    ends.close()
+    assert not ends.was_aborted.is_set()
