@@ -31,16 +31,17 @@ from nvserve.scripts.death_count import DeathCount
 from nvserve.scripts.ending import Ending, Step
 from nvserve.scripts.exit_codes import LOST, ExitCode
 from nvserve.scripts.formation import Formation, Stage, names
-from nvserve.scripts.hangs import ChildId, Observation, describe, find_culprits, find_silent
+from nvserve.scripts.hangs import ChildId, Observation, find_silent
 from nvserve.scripts.household import Household
 from nvserve.scripts.ladder import Rung
 from nvserve.scripts.planned import PlannedRestarts
+from nvserve.scripts.spare import SpareKeeper
 from nvserve.scripts.stalls import StallWatch
+from nvserve.scripts.suspicion import Suspicion, suspect_silent
 
 ANSWER_SHARE: Final = 0.4  # of hang_timeout_s: time for a survivor to answer a new epoch, ...
 MIN_ANSWER_S: Final = 2.0  # ... at least
 FRONTEND_START_LIMIT_S: Final = 60.0
-MAX_SPARE_DELAY_S: Final = 60.0
 STALL_SLACK_S: Final = 0.5  # beyond hang_timeout_s: a hang, which names its culprit, is found first
 
 
@@ -75,8 +76,7 @@ class Recovery:
         self._announcements: Final = Announcements(self._house)
         self._watch_since = 0.0  # silence before does not count
         self._broken: Final = BrokenEpoch()
-        self._spare_due = 0.0
-        self._num_spare_deaths = 0  # since one was used
+        self._spare: Final = SpareKeeper(self._house, limits.num_spares)
         self._stalls: Final = StallWatch()
         self._ending: Final = Ending(self._house)
         self.planned: Final = PlannedRestarts(self._house, limits.shutdown_timeout_s)
@@ -134,8 +134,7 @@ class Recovery:
             self._ending.bury(member, now)
         elif member.is_spare:
             self._house.note(f"the spare {cause}", accident=member)
-            self._num_spare_deaths += 1
-            self._spare_due = now + min(MAX_SPARE_DELAY_S, 2.0**self._num_spare_deaths)
+            self._spare.note_death(now)
         elif not member.is_fenced:
             self._lose(member, now, f"{member.name} {cause}", is_crash=is_crash)
         elif member.child.role is Role.FRONTEND:
@@ -160,13 +159,13 @@ class Recovery:
             case Ready():
                 member.is_ready = True
                 if member.is_spare:
-                    self._num_spare_deaths = 0
+                    self._spare.note_ready()
                 self._announcements.introduce()
                 self.formation.resume(now)
             case EpochReady():
                 complaint = self.formation.join(member, message, now)
                 if complaint is not None:
-                    self._suspect(now, [member], complaint)
+                    self._suspect(now, Suspicion([member], complaint))
             case EpochBroken():
                 if message.epoch == self.formation.epoch:
                     self._broken.note(member, message, now)
@@ -197,7 +196,8 @@ class Recovery:
         self._settle(now)
         self._apply_limits(now)
         self._kill_planned(self.planned.take_late(now), now)
-        self._keep_spare(now)
+        if self.state is State.READY:  # nothing else needs the cores
+            self._spare.keep(now)
         return self._conclude(now)
 
     def interrupt(self, now: float) -> list[Action]:
@@ -236,26 +236,19 @@ class Recovery:
         else:
             self._renew(now, text)
 
-    def _suspect(
-        self,
-        now: float,
-        members: list[Member],
-        text: str,
-        *,
-        at_least: Rung = Rung.REPLACE,
-        is_crash: bool = False,
-    ) -> None:
-        """Members that live and do not do their work: fence them, then as after a death."""
-        for member in members:
+    def _suspect(self, now: float, suspicion: Suspicion) -> None:
+        """Fence the members, then as after a death."""
+        text, is_crash = suspicion.text, suspicion.is_crash
+        for member in suspicion.members:
             self._house.note(text, accident=member)
             if not self._count(member.child.role, now, text, is_crash=is_crash):
                 return
             self._blame(member, is_crash=is_crash)
-        frontends = [member for member in members if member.child.role is Role.FRONTEND]
+        frontends = [one for one in suspicion.members if one.child.role is Role.FRONTEND]
         self._house.fence(frontends, now, wants_stacks=True)  # replaced when it is gone
-        others = [member for member in members if member not in frontends]
+        others = [member for member in suspicion.members if member not in frontends]
         if others:
-            self._renew(now, text, others, at_least)
+            self._renew(now, text, others, suspicion.at_least)
 
     def _blame(self, member: Member, *, is_crash: bool) -> None:
         """Have the requests suspected of a crash: core's by the frontend, a worker's by core."""
@@ -353,30 +346,11 @@ class Recovery:
         watched = [seen for seen in observations if not self.members[seen.child].is_fenced]
         timeout_s = self.limits.hang_timeout_s
         silent = find_silent(watched, now=now, awake_since=awake_since, hang_timeout_s=timeout_s)
-        workers = []
-        for seen in silent:
-            member = self.members[seen.child]
-            if member.is_spare:
-                self._house.fence([member], now)
-            elif member.is_worker:
-                workers.append(seen)
-            else:
-                text = describe(member.name, seen, now)
-                self._suspect(now, [member], text, is_crash=not seen.is_stopped)
-        if workers and not self._ending.is_final:
-            self._accuse(now, workers)
-
-    def _accuse(self, now: float, silent: list[Observation]) -> None:
-        culprits = find_culprits(silent)
-        members = [self.members[seen.child] for seen in culprits]
-        text = "; ".join(
-            describe(member.name, seen, now) for member, seen in zip(members, culprits, strict=True)
-        )
-        if len(culprits) == 1 or all(seen.is_stopped for seen in culprits):
-            self._suspect(now, members, text, is_crash=not culprits[0].is_stopped)
-        else:
-            text = f"no single culprit: {text}"
-            self._suspect(now, members[:1], text, at_least=Rung.WORKERS, is_crash=True)
+        spares = [self.members[one.child] for one in silent if self.members[one.child].is_spare]
+        self._house.fence(spares, now)
+        for suspicion in suspect_silent(silent, self.members, now):
+            if not self._ending.is_final:
+                self._suspect(now, suspicion)
 
     def _apply_limits(self, now: float) -> None:
         if self._ending.is_final:
@@ -389,22 +363,16 @@ class Recovery:
         if frontend is not None and not frontend.is_ready:
             waited_s = now - frontend.started_s
             if waited_s > FRONTEND_START_LIMIT_S:
-                self._suspect(now, [frontend], f"frontend did not start in {waited_s:.0f} s")
+                text = f"frontend did not start in {waited_s:.0f} s"
+                self._suspect(now, Suspicion([frontend], text))
         late = self.formation.find_late(now)
         if late is None or self._ending.is_final:
             return
         if late.members:
-            self._suspect(now, late.members, late.text)
+            self._suspect(now, Suspicion(late.members, late.text))
             return
         self._house.note(late.text)
         self._renew(now, late.text, at_least=self.formation.ladder.next_rung())
-
-    def _keep_spare(self, now: float) -> None:
-        """One warm worker, started only while nothing else needs the cores."""
-        if self.limits.num_spares == 0 or self.state is not State.READY or now < self._spare_due:
-            return
-        if not any(member.is_spare for member in self.members.values()):
-            self._house.start(Role.WORKER, now)
 
     # -- ending and telling ----------------------------------------------------------------------
 
