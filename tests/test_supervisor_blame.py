@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from test_supervisor_recovery import started
+from supervisor_world import started
 
 from nvserve.protocol.channel import Outbox
 from nvserve.protocol.codec import BadFrame, decode_to_core, encode
