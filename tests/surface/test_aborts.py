@@ -154,7 +154,7 @@ def test_a20_aborts_around_the_end_of_short_requests(asker: Asker) -> None:
 def test_a21_one_id_of_two_clients_and_twice_of_one(asker: Asker) -> None:
     expected = expected_ids(asker), expected_ids(asker, "The king")
     with Peer(asker.zmq_endpoint) as one, Peer(asker.zmq_endpoint) as two:
-        one.send(submit(5, max_tokens=1000))  # it is there when the next one comes
+        one.send(submit(5, max_tokens=400))  # it is there when the next one comes
         one.send(submit(5, "What"))
         two.send(submit(5, "The king"))
         refusals = []
