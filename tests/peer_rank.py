@@ -46,7 +46,7 @@ class Job(msgspec.Struct):
     device: str = "cpu"
     first_call: int = 0  # what the programs have counted to before
     max_pause_ms: float = 0.0  # before a call, so that ranks come to it at different times
-    late_rank: int = -1  # makes no call at all; the others must be aborted
+    late_rank: int = -1  # makes no call at all: on a GPU, the others then abort
 
     @property
     def layout(self) -> Layout:
@@ -75,6 +75,8 @@ def run_ranks(job: Job) -> list[list[list[torch.Tensor]]]:
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     if job.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
+    elif torch.cuda.device_count() < job.size:
+        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     ranks = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) for _ in jobs]
     try:
         with ThreadPoolExecutor(job.size) as pool:
@@ -110,20 +112,42 @@ def _run(job: Job) -> list[list[torch.Tensor]]:
     memory.meeting.calls.fill_(job.first_call)
     if job.rank == job.late_rank:
         return []
+    # Copies from the host would wait for kernels that wait for peers.
+    inputs = [
+        [x.to(job.device) for x in (addend(job, call, job.rank), *residual_and_weight(job, call))]
+        for call in job.calls
+    ]
     pauses, found = random.Random(job.rank), []
-    for call in job.calls:
+    for call, (mine, residual, weight) in zip(job.calls, inputs, strict=True):
         time.sleep(pauses.uniform(0.0, job.max_pause_ms) / 1000)
         memory.crossover = Crossover(0 if call.is_two_shot else call.num_rows, call.num_rows)
         place = memory.take(call.place, call.num_rows)
         assert place is not None
-        place.copy_(addend(job, call, job.rank))
+        place.copy_(mine)
         if call.has_norm:
-            residual, weight = (t.to(job.device) for t in residual_and_weight(job, call))
             result = list(memory.sum_add_rms_norm(place, residual, weight, EPS))
         else:
             result = [memory.sum(place)]
-        found.append([tensor.cpu() for tensor in result])
-    return found
+        found.append(result)
+    if job.late_rank >= 0 and job.device != "cpu":
+        _abort_once_all_wait(memory, Path(job.folder) / f"results{job.late_rank}")
+    return [[tensor.cpu() for tensor in result] for result in found]
+
+
+def _abort_once_all_wait(memory: PeerMemory, left: Path) -> None:
+    """Nothing must have ended before, and everything must end soon after."""
+    all_ended = torch.cuda.Event()
+    all_ended.record()
+    give_up = time.monotonic() + 60.0
+    while not left.exists():
+        assert time.monotonic() < give_up, "the late rank has not left"
+        time.sleep(0.01)
+    assert not all_ended.query()
+    memory.abort()
+    give_up = time.monotonic() + 10.0
+    while not all_ended.query():
+        assert time.monotonic() < give_up, "abort has not freed the device"
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -87,11 +87,11 @@ def measure(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wa
     times = {}
     for rows in SIZES:
         memory.crossover = Crossover(MAX_ROWS, MAX_ROWS)
-        one = _time(partial(_sum, memory, rows), wait)
+        one = time_call(partial(_sum, memory, rows), wait)
         memory.crossover = Crossover(0, MAX_ROWS)
-        two = _time(partial(_sum, memory, rows), wait)
+        two = time_call(partial(_sum, memory, rows), wait)
         both = [torch.zeros_like(_addend(memory, 0, rows)) for _ in range(2)]
-        nccl = _time(lambda place, both=both: all_reduce(both[place]), wait)  # type: ignore[misc]
+        nccl = time_call(lambda place, both=both: all_reduce(both[place]), wait)  # type: ignore[misc]
         times[rows] = (one, two, nccl)
     return times
 
@@ -106,8 +106,8 @@ def _sum(memory: PeerMemory, rows: int, place: int) -> None:
     memory.sum(_addend(memory, place, rows))
 
 
-def _time(call: Callable[[int], object], wait: Wait) -> float:
-    """Milliseconds of call(place), from a graph of many, at two places in turn."""
+def time_call(call: Callable[[int], object], wait: Wait) -> float:
+    """Milliseconds of call(place), from a graph of many, at places 0 and 1 in turn."""
     call(0), call(1)  # compiles, and connects
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -86,6 +86,7 @@ class PeerMemory:
         """
         device = mine.device
         self._layout: Final = layout
+        self.width: Final = layout.width
         self._owner: Final = owner
         self.crossover = Crossover(MAX_ROWS, MAX_ROWS)
         self._abort: Final = abort
