@@ -18,7 +18,7 @@ from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import Role, Setup, StartEpoch
 from nvserve.protocol.progress import ProgressPage
 from nvserve.workers import crossover, lifeline, peer_memory
-from nvserve.workers.crossover import Times, agree_on_crossover
+from nvserve.workers.crossover import NCCL_ALONE, SumsFail, Times, agree_on_crossover
 from nvserve.workers.lifeline import hold_lifeline
 from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
 from nvserve.workers.roll_call import RollCall
@@ -90,6 +90,7 @@ def test_the_slowest_rank_decides_the_crossover(monkeypatch: pytest.MonkeyPatch)
         {1: (5.0, 6.0, 17.0), 32: (8.0, 7.0, 21.0), 128: (20.0, 13.0, 36.0)},
     ]
     measured = iter(times)  # whichever rank comes first
+    monkeypatch.setattr(crossover, "check", lambda *_: None)
     monkeypatch.setattr(crossover, "measure", lambda *_: next(measured))
     assert agree([None, None]) == [Crossover(1, 128)] * 2
 
@@ -98,6 +99,21 @@ def test_a_rank_that_knows_the_crossover_spares_all_from_measuring() -> None:
     """Where it was measured again, this would need a GPU."""
     assert agree([None, Crossover(8, 64)]) == [Crossover(8, 64)] * 2
     assert agree([Crossover(1, 2), Crossover(8, 64)]) == [Crossover(1, 2)] * 2
+
+
+def test_sums_that_fail_on_any_rank_are_left_to_nccl_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(memory: PeerMemory, *_: object) -> None:
+        if memory.rank == 1:
+            raise SumsFail("injected")
+
+    monkeypatch.setattr(crossover, "check", check)
+    assert agree([None, None]) == [NCCL_ALONE] * 2
+    assert memory_of(0).take(0, 1) is not None
+    memory = memory_of(0)
+    memory.crossover = NCCL_ALONE
+    assert memory.take(0, 1) is None
 
 
 @pytest.mark.parametrize("failing_rank", [-1, 0, 1])

@@ -1,10 +1,12 @@
 """Which way of summing over the ranks is the fastest for how many rows: measured at the start.
 
 Every rank measures, the slowest rank counts, and all ranks choose from the same figures. Later
-epochs keep the choice, so that a recovery changes no bit of a sum.
+epochs keep the choice, so that a recovery changes no bit of a sum. Sums that do not end, or are not
+NCCL's, are left to NCCL.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -14,7 +16,7 @@ import torch
 
 from nvserve.workers.peer_memory import MAX_ROWS, Crossover, PeerMemory
 from nvserve.workers.roll_call import RollCall
-from nvserve.workers.step_result import Wait
+from nvserve.workers.step_result import PeerLost, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +24,19 @@ SIZES: Final = (1, 8, 32, 64, 128, 256, MAX_ROWS)
 CALLS: Final = 20  # in a graph
 REPLAYS: Final = 4  # the fastest counts
 POLL_S: Final = 0.001
+LIMIT_S: Final = 10.0  # of a graph, which takes milliseconds
+
+NCCL_ALONE: Final = Crossover(0, 0)
 
 Times = dict[int, tuple[float, float, float]]  # rows -> ms of one-shot, two-shot and NCCL
 
 _ENCODER: Final = msgspec.json.Encoder()
 _CROSSOVER: Final = msgspec.json.Decoder(Crossover | None)
 _TIMES: Final = msgspec.json.Decoder(Times)
+
+
+class SumsFail(PeerLost):
+    """A sum through peer memory went wrong on this rank."""
 
 
 def choose(times: Times) -> Crossover:
@@ -58,16 +67,57 @@ def agree_on_crossover(
     told = roll.hear_all("crossover", _ENCODER.encode(known).decode())
     found = next((c for c in map(_CROSSOVER.decode, told) if c is not None), None)
     if found is None:
-        mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
-        everyone = [_TIMES.decode(times) for times in roll.hear_all("times", mine)]
-        found = choose(slowest(everyone))
+        if roll.all_agree("sums", _are_right(memory, all_reduce, wait)):
+            mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
+            found = choose(slowest(list(map(_TIMES.decode, roll.hear_all("times", mine)))))
+        else:
+            mine, found = "not measured", NCCL_ALONE
+            memory.abort()  # whoever still waits for a peer
         logger.info(
-            "sums of up to %d rows in one shot, up to %d in two, NCCL above (ms: %s)",
-            *found,
-            mine,
+            "sums of up to %d rows in one shot, up to %d in two, NCCL above (ms: %s)", *found, mine
         )
     memory.crossover = found
     return found
+
+
+def _are_right(
+    memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait
+) -> bool:
+    try:
+        check(memory, all_reduce, wait)
+    except SumsFail as error:
+        logger.warning("sums through peer memory fail, NCCL does all of them: %s", error)
+        return False
+    return True
+
+
+def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> None:
+    """SumsFail where a sum does not end, or differs from NCCL's of numbers that are exact."""
+    rows = 3
+    addend = _addend(memory, 0, rows)
+    mine = torch.arange(addend.numel(), device=addend.device).view_as(addend) % 7 + memory.rank
+    expected = mine.to(addend.dtype)
+    all_reduce(expected)
+    sums = []
+    for place, memory.crossover in enumerate(
+        (Crossover(MAX_ROWS, MAX_ROWS), Crossover(0, MAX_ROWS))
+    ):
+        sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
+    _finish(wait)
+    if not all(torch.equal(total, expected) for total in sums):
+        raise SumsFail("they differ from NCCL's")
+
+
+def _finish(wait: Wait) -> torch.cuda.Event:
+    """Wait for what the device was given; the event of its end."""
+    ended = torch.cuda.Event(enable_timing=True)
+    ended.record()
+    give_up = time.monotonic() + LIMIT_S
+    while not ended.query():
+        if time.monotonic() > give_up:
+            raise SumsFail(f"they do not end within {LIMIT_S:g} s")
+        wait(POLL_S)
+    return ended
 
 
 def slowest(everyone: list[Times]) -> Times:
@@ -83,7 +133,10 @@ def slowest(everyone: list[Times]) -> Times:
 
 
 def measure(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> Times:
-    """Milliseconds of a sum by rows and way, on this rank; leaves the crossover undefined."""
+    """Milliseconds of a sum by rows and way, on this rank; leaves the crossover undefined.
+
+    PeerLost when one does not end.
+    """
     times = {}
     for rows in SIZES:
         memory.crossover = Crossover(MAX_ROWS, MAX_ROWS)
@@ -109,17 +162,15 @@ def _sum(memory: PeerMemory, rows: int, place: int) -> None:
 def time_call(call: Callable[[int], object], wait: Wait) -> float:
     """Milliseconds of call(place), from a graph of many, at places 0 and 1 in turn."""
     call(0), call(1)  # compiles, and connects
+    _finish(wait)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for index in range(CALLS):
             call(index % 2)
     fastest = float("inf")
     for _ in range(REPLAYS):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = torch.cuda.Event(enable_timing=True)
         began.record()
         graph.replay()
-        ended.record()
-        while not ended.query():
-            wait(POLL_S)
-        fastest = min(fastest, began.elapsed_time(ended) / CALLS)
+        fastest = min(fastest, began.elapsed_time(_finish(wait)) / CALLS)
     return fastest

@@ -85,6 +85,7 @@ class PeerMemory:
         crossover is for the caller to set.
         """
         device = mine.device
+        self.rank: Final = rank
         self._layout: Final = layout
         self.width: Final = layout.width
         self._owner: Final = owner
