@@ -103,12 +103,12 @@ def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait
         (Crossover(MAX_ROWS, MAX_ROWS), Crossover(0, MAX_ROWS))
     ):
         sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
-    _finish(wait)
+    finish(wait)
     if not all(torch.equal(total, expected) for total in sums):
         raise SumsFail("they differ from NCCL's")
 
 
-def _finish(wait: Wait) -> torch.cuda.Event:
+def finish(wait: Wait) -> torch.cuda.Event:
     """Wait for what the device was given; the event of its end."""
     ended = torch.cuda.Event(enable_timing=True)
     ended.record()
@@ -162,7 +162,7 @@ def _sum(memory: PeerMemory, rows: int, place: int) -> None:
 def time_call(call: Callable[[int], object], wait: Wait) -> float:
     """Milliseconds of call(place), from a graph of many, at places 0 and 1 in turn."""
     call(0), call(1)  # compiles, and connects
-    _finish(wait)
+    finish(wait)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for index in range(CALLS):
@@ -172,5 +172,5 @@ def time_call(call: Callable[[int], object], wait: Wait) -> float:
         began = torch.cuda.Event(enable_timing=True)
         began.record()
         graph.replay()
-        fastest = min(fastest, began.elapsed_time(_finish(wait)) / CALLS)
+        fastest = min(fastest, began.elapsed_time(finish(wait)) / CALLS)
     return fastest
