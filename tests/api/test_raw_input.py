@@ -107,11 +107,12 @@ def test_a_chunked_body_without_end_is_a_413(shared: FrontendProcess) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [b"a: " + b"x" * 70_000, b"a: b\r\n" * 30_000, b"a" * 70_000],
+    # A line that came to its end without a colon would be a 400 as well as a 431.
+    [b"a: " + b"x" * 70_000 + b"\r\n\r\n", b"a: b\r\n" * 30_000 + b"\r\n", b"a" * 70_000],
     ids=["one", "many", "endless"],
 )
 def test_huge_headers_are_a_431(shared: FrontendProcess, headers: bytes) -> None:
-    answer = exchange(shared, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers, b"\r\n\r\n")
+    answer = exchange(shared, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
 
 
