@@ -21,6 +21,7 @@ from nvserve.protocol.codec import decode_from_child, encode
 from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import Condition, Drain, Peers, Ready, Role, Setup, State
 
+FIT_LIMIT_S = 2.0  # another one is started in less
 START_LIMIT_S = 60.0  # an interpreter starts slowly on a full machine
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = str(ROOT / "scripts" / "demo_model")
@@ -115,8 +116,10 @@ class FrontendProcess:
 
     def wait_metric(self, name: str, value: float) -> None:
         """Until a metric with no label but the model's name has this value."""
-        line = f"\n{name}{LABEL} {float(value)}\n"
-        self._wait_for(line.strip(), lambda: line in self.get("/metrics")[1].decode())
+        self._wait_for(f"{name} of {value}", lambda: self._has_metric(name, value))
+
+    def _has_metric(self, name: str, value: float) -> bool:
+        return f"\n{name}{LABEL} {float(value)}\n" in self.get("/metrics")[1].decode()
 
     def _wait_for(self, what: str, probe: Callable[[], bool]) -> None:
         deadline = time.monotonic() + EVENT_LIMIT_S
@@ -170,6 +173,22 @@ class FrontendProcess:
     def exit_code(self) -> int:
         """Wait for the process to end by itself."""
         return self.process.wait(EVENT_LIMIT_S)
+
+    def is_fit(self) -> bool:
+        """For another test: it lives, serves, and soon has no request any more; core is gone."""
+        if self.core is not None:
+            self.core.kill()
+            self.core = None
+        self.tell(State.READY)
+        deadline = time.monotonic() + FIT_LIMIT_S
+        try:
+            while self.process.poll() is None and time.monotonic() < deadline:
+                is_draining = b'"draining"' in self.get("/health")[1]
+                if is_draining or self._has_metric("nvserve:frontend_open_requests", 0):
+                    return not is_draining
+        except OSError:
+            pass
+        return False
 
     def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
         self.control.send(encode(Drain(timeout_s, is_restart)))

@@ -310,9 +310,15 @@ def test_models_and_tokens(frontend: FrontendProcess, client: openai.OpenAI) -> 
     assert chat["tokens"][-1] == EOS
 
 
-def test_metrics_count_requests(frontend: FrontendProcess) -> None:
-    frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
-    lines = frontend.get("/metrics")[1].decode().splitlines()
+def test_metrics_count_requests() -> None:
+    frontend = FrontendProcess()
+    try:
+        frontend.ready()
+        frontend.new_core()
+        frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
+        lines = frontend.get("/metrics")[1].decode().splitlines()
+    finally:
+        frontend.close()
     assert f"nvserve:request_generation_tokens_sum{LABEL} 3.0" in lines
     assert f"nvserve:time_to_first_token_seconds_count{LABEL} 1.0" in lines
     assert f"nvserve:inter_token_latency_seconds_count{LABEL} 2.0" in lines

@@ -8,13 +8,14 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import uvloop
 import zmq
+from api.conftest import start
 from api.fake_core import FakeCore
 from api.frontend_process import FrontendProcess
 
@@ -40,6 +41,17 @@ BIG = b"x" * (15 << 20)
 NUM_BIG = 20
 MAX_GROWTH_MB = 150.0  # half of what is sent at least
 LIMIT_S = 20.0
+
+
+@pytest.fixture
+def frontend() -> Iterator[FrontendProcess]:
+    """Fresh for each test: the most memory that one ever had, and its totals, are read."""
+    process = start()
+    try:
+        process.new_core()
+        yield process
+    finally:
+        process.close()
 
 
 def most_mb(frontend: FrontendProcess) -> float:
