@@ -38,6 +38,11 @@ BENCHMARKS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "latency": ("nvserve.scripts.bench.latency", "latency", "One decode step, taken apart."),
     "startup": ("nvserve.scripts.bench.startup", "startup", "Launch to ready, by phase."),
+    "recovery": (
+        "nvserve.scripts.bench.recovery",
+        "recovery",
+        "Workers killed and stopped under load.",
+    ),
 }
 
 

@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import click
 
+from nvserve.protocol.config import Config
 from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_folder
 from nvserve.scripts.bench.workloads import MAX_ID, Generate, Prompts
 from nvserve.scripts.embedded import LaunchFailed
+from nvserve.scripts.launch import build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
 
@@ -144,6 +146,29 @@ def bench_model(options: EngineOptions) -> Iterator[BenchModel]:
             f"--model {options.model}: no model folder, and none of {known}"
         ) from error
     yield BenchModel(options.model, folder, shape, options.load_format or "auto")
+
+
+def bench_config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:
+    """The configuration that an engine with these options gets."""
+    settings: dict[str, Any] = {
+        "tp_size": options.tensor_parallel_size,
+        "device": options.device,
+        "dtype": options.dtype,
+        "load_format": model.load_format,
+        "max_model_len": options.max_model_len or needed_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "num_kv_blocks": options.num_kv_blocks,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.enforce_eager,
+        "attention_backend": options.attention_backend,
+        "seed": options.seed,
+        "host": "127.0.0.1",
+        "served_model_names": [],
+        "zmq_port": None,
+        "log_level": "warning",
+    }
+    return build_config(model.folder, settings, has_key=False)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from nvserve.scripts.bench.engine import (
     BenchModel,
     EngineOptions,
     Started,
+    bench_config,
     bench_model,
     decode_full_batch,
     engine_flags,
@@ -34,7 +35,6 @@ from nvserve.scripts.bench.floors import Floors, measure_floors
 from nvserve.scripts.bench.own_process import NotMeasured
 from nvserve.scripts.bench.rig import Rig, RigFailed, StepTimes
 from nvserve.scripts.bench.sampling_tail import measure_sampling
-from nvserve.scripts.launch import build_config
 
 SPARE_TOKENS: Final = 16  # of the longest request
 NUM_SKIPPED: Final = 4  # steps after the last prompt, while run-ahead fills
@@ -78,7 +78,7 @@ def latency(**flags: Any) -> None:
     needed_len = context + output_len + SPARE_TOKENS
     table: dict[int, Figures] = {batch: {} for batch in batches}
     with bench_model(options) as model:
-        config = _config(model, options, needed_len)
+        config = bench_config(model, options, needed_len)
         floors = None
         if flags["floor"]:
             floors = _measure_floors(model, config, batches, context + output_len // 2)
@@ -111,29 +111,6 @@ def _drawer(model: BenchModel, context: int) -> Callable[[int], workloads.Prompt
     """Fresh prompts for a batch at each call, so that no prefix cache helps."""
     rng = Random(1)
     return lambda batch: workloads.draw_prompts(batch, context, rng, model.max_id)
-
-
-def _config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:
-    """The same configuration the engine gets, for the rig."""
-    settings: dict[str, Any] = {
-        "tp_size": options.tensor_parallel_size,
-        "device": options.device,
-        "dtype": options.dtype,
-        "load_format": model.load_format,
-        "max_model_len": options.max_model_len or needed_len,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "num_kv_blocks": options.num_kv_blocks,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enforce_eager": options.enforce_eager,
-        "attention_backend": options.attention_backend,
-        "seed": options.seed,
-        "host": "127.0.0.1",
-        "served_model_names": [],
-        "zmq_port": None,
-        "log_level": "warning",
-    }
-    return build_config(model.folder, settings, has_key=False)
 
 
 # -- the parts -------------------------------------------------------------------------------------
