@@ -84,6 +84,6 @@ def texts() -> Texts:
 @pytest.fixture(scope="session")
 def cases(texts: Texts) -> list[Case]:
     """Greedy references by `transformers`, and samples of a server that nobody disturbs."""
-    greedy = greedy_cases(texts)
     with served(Server.launch(*FLAGS, "--spares", "0")) as server:
+        greedy = greedy_cases(texts)  # while the server starts
         return greedy + seeded_cases(texts, Client(server.wait_ready()))
