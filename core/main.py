@@ -60,11 +60,11 @@ class Core:
         )
         self._frontend: Final = FrontendLink(context, setup.launch_dir, setup.life)
         self._workers: Final = WorkerLinks(context, setup.launch_dir, setup.life)
-        grammars = GrammarLoader(setup.config)
+        self._grammars: Final = GrammarLoader(setup.config)
         if setup.life == 0:  # later ones have requests that wait
             child.page.beat(Phase.LOADING)
-            grammars.load()
-        self._compiling: Final = CompileQueue(grammars.compile)
+            self._grammars.load()
+        self._compiling: Final = CompileQueue(self._grammars.compile)
         self._max_compiling: Final = setup.config.max_queued_requests
         self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
         self._is_held = False  # no step is planned until the next epoch
@@ -93,6 +93,9 @@ class Core:
             self._send_steps()
             self._replies.flush(self._frontend.send)
             self._send_stats(now)
+            if self._workers.is_connected:
+                is_busy = bool(self._scheduler.requests)
+                self._grammars.load_soon(time.monotonic(), is_busy=is_busy)
 
     # -- in
 

@@ -225,6 +225,14 @@ def test_a_request_travels_through_core_and_back(rig: Rig) -> None:
     assert rig.process.wait(LIMIT_S) == 0
 
 
+def test_a_core_that_follows_another_loads_grammars_when_it_serves_and_is_idle(rig: Rig) -> None:
+    maps = Path(f"/proc/{rig.process.pid}/maps")
+    rig.meet(life=1)
+    assert "llguidance" not in maps.read_text(), "it is loaded before core serves"
+    rig.start_epoch(tp_size=1)
+    wait_for(lambda: True if "llguidance" in maps.read_text() else None)
+
+
 def test_garbage_and_other_lives_are_counted_and_change_nothing(rig: Rig) -> None:
     rig.meet(life=1)
     rig.start_epoch(tp_size=1)
