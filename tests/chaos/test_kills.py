@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 # A shared machine is slower than the two cores of the table; the measured pauses are printed.
 PATIENCE = float(os.environ.get("NVSERVE_TEST_PATIENCE", "2.0"))
 HANG_S = 5.0  # --hang-timeout of the rig
+# Where nothing hangs nobody shall be taken for hung, however slow the machine.
+NO_HANGS = ("--hang-timeout", "20")
 PHASES = [None, Phase.PREPARING, Phase.FORWARD, Phase.SAMPLING, Phase.SENDING, Phase.WAITING]
 
 
@@ -48,7 +50,7 @@ def assert_kept(before: dict[str, Any], after: dict[str, Any], gone: set[str]) -
 
 
 def test_killed_workers(row: Row, texts: Texts, cases: list[Case]) -> None:
-    with rig(texts, cases) as chaos:
+    with rig(texts, cases, *NO_HANGS) as chaos:
         for number in row.rounds(50):
             chance = random.Random(row.seed + number)
             if number % 10 == 9:
@@ -70,7 +72,7 @@ def test_killed_workers(row: Row, texts: Texts, cases: list[Case]) -> None:
 
 
 def test_killed_workers_without_a_spare(row: Row, texts: Texts, cases: list[Case]) -> None:
-    with rig(texts, cases, "--spares", "0") as chaos:
+    with rig(texts, cases, "--spares", "0", *NO_HANGS) as chaos:
         for number in row.rounds(10):
             chance = random.Random(row.seed + number)
             before = chaos.server.wait_status("ready", lambda s: s["state"] == "ready")
@@ -82,7 +84,7 @@ def test_killed_workers_without_a_spare(row: Row, texts: Texts, cases: list[Case
 
 
 def test_killed_core(row: Row, texts: Texts, cases: list[Case]) -> None:
-    with rig(texts, cases) as chaos:
+    with rig(texts, cases, *NO_HANGS) as chaos:
         for number in row.rounds(30):
             chance = random.Random(row.seed + number)
             before = chaos.settled()
@@ -99,7 +101,7 @@ def test_killed_core(row: Row, texts: Texts, cases: list[Case]) -> None:
 
 def test_killed_frontend(row: Row, texts: Texts, cases: list[Case]) -> None:
     """HTTP streams break; new requests are refused by nobody and answered by the next life."""
-    with rig(texts, cases) as chaos:
+    with rig(texts, cases, *NO_HANGS) as chaos:
         for number in row.rounds(20):
             chance = random.Random(row.seed + number)
             before = chaos.settled()
