@@ -17,6 +17,7 @@ from process.sockets import listeners, listeners_of
 
 from nvserve.scripts.model_facts import DEMO_MODEL
 
+LIGHT = ("--device", "sim", "--spares", "0")  # where the model is of no account
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
 PROMPT = {"model": "demo", "prompt": "To be, or", "max_tokens": 16, "temperature": 0}
 
@@ -168,14 +169,14 @@ def test_killing_the_launcher_while_workers_load_leaves_no_process() -> None:
 
 
 def test_a_launch_sweeps_what_others_left_and_spares_the_living() -> None:
-    with served(Server.launch()) as first:
+    with served(Server.launch(*LIGHT)) as first:
         first.wait_ready()
         stale, young = (first.tmpdir / f"nvserve-{name}" for name in ("stale", "young"))
         stale.mkdir()
         young.mkdir()  # without a lock: perhaps in the making
         (stale / "lock").touch()
         (stale / "e0w0.steps").touch()
-        with served(Server.launch(TMPDIR=str(first.tmpdir))) as second:
+        with served(Server.launch(*LIGHT, TMPDIR=str(first.tmpdir))) as second:
             second.wait_ready()
             left = set(first.tmpdir.glob("nvserve-*"))
             assert stale not in left
@@ -190,7 +191,7 @@ def test_a_launch_sweeps_what_others_left_and_spares_the_living() -> None:
 def test_a_long_tmpdir_is_no_obstacle(tmp_path: Path) -> None:
     long = tmp_path / ("a" * 120)
     long.mkdir()
-    with served(Server.launch(TMPDIR=str(long))) as server:
+    with served(Server.launch(*LIGHT, TMPDIR=str(long))) as server:
         server.wait_ready()
         assert not list(long.iterdir())
 
@@ -198,7 +199,7 @@ def test_a_long_tmpdir_is_no_obstacle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_only_the_doors_asked_for_are_open(tp: int) -> None:
     """gloo, which joins CPU ranks, keeps a listener of its own in each; on loopback only."""
-    with served(Server.launch("--tp", str(tp), "--zmq-port", "0")) as server:
+    with served(Server.launch("--tp", str(tp), "--zmq-port", "0", "--spares", "0")) as server:
         http = int(server.wait_ready().rpartition(":")[2])
         door = int(server.wait_text(r"ZMQ clients: tcp://127\.0\.0\.1:(\d+)").group(1))
         pids = server.pids()
@@ -214,7 +215,7 @@ def test_only_the_doors_asked_for_are_open(tp: int) -> None:
 
 def test_the_key_guards_the_server_and_shows_nowhere(tmp_path: Path) -> None:
     key = "sesame-open-yourself"
-    with served(Server.launch(NVSERVE_API_KEY=key)) as server:
+    with served(Server.launch(*LIGHT, NVSERVE_API_KEY=key)) as server:
         url = server.wait_ready()
         assert status_of(f"{url}/v1/models") == 401
         assert status_of(f"{url}/health") == 200

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -318,24 +319,32 @@ def test_min_tokens_holds_as_far_as_the_grammar_goes(
 # -- recoveries ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["core", "worker 0"])
-def test_a_grammar_goes_on_after_a_death(victim: str) -> None:
-    body = {"prompt": "My lord", "max_tokens": 400, "temperature": 0.8, "seed": 5}
-    body["guided_regex"] = "([a-z]{3,9} ){80}end"
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Asker]:
+    """A server whose processes are killed."""
     with served(Server.launch("--max-restarts", "10")) as server:
         asker = Asker(server, server.wait_ready())
         maps = Path(f"/proc/{asker.pids['core']}/maps").read_text()
         assert "llguidance" in maps, "the first grammar would stall the streams of others"
-        expected = asker.complete(**body)["choices"][0]["text"]
-        assert re.fullmatch(str(body["guided_regex"]), expected) or len(expected) > 300
-        with openai.OpenAI(base_url=f"{asker.url}/v1", api_key="none", timeout=120) as client:
-            extra = {"guided_regex": body.pop("guided_regex")}
-            fields: Any = {"model": "demo", "stream": True, "extra_body": extra} | body
-            stream = client.completions.create(**fields)
-            text = ""
-            for chunk in stream:
-                if not text:
-                    os.kill(server.pids()[victim], signal.SIGKILL)
-                text += chunk.choices[0].text
-        assert text == expected
-        server.wait_status("another one", lambda _: server.pids()[victim] != asker.pids[victim])
+        yield asker
+
+
+@pytest.mark.parametrize("victim", ["core", "worker 0"])
+def test_a_grammar_goes_on_after_a_death(mortal: Asker, victim: str) -> None:
+    regex = "([a-z]{3,9} ){80}end"
+    body = {"prompt": "My lord", "max_tokens": 400, "temperature": 0.8, "seed": 5}
+    expected = mortal.complete(**body, guided_regex=regex)["choices"][0]["text"]
+    assert re.fullmatch(regex, expected) or len(expected) > 300
+    server = mortal.server
+    server.wait_status("ready", lambda status: status["state"] == "ready")
+    before = server.pids()[victim]
+    with openai.OpenAI(base_url=f"{mortal.url}/v1", api_key="none", timeout=120) as client:
+        extra = {"guided_regex": regex}
+        fields: Any = {"model": "demo", "stream": True, "extra_body": extra} | body
+        text = ""
+        for chunk in client.completions.create(**fields):
+            if not text:
+                os.kill(before, signal.SIGKILL)
+            text += chunk.choices[0].text
+    assert text == expected
+    server.wait_status("another one", lambda _: server.pids()[victim] != before)
