@@ -129,8 +129,9 @@ def test_a_launch_that_is_stopped_as_it_begins_is_gone() -> None:
 # -- end to end ------------------------------------------------------------------------------------
 
 
-def start(**settings: object) -> LLM:
-    return LLM(device="cpu", max_model_len=256, num_kv_blocks=400, **settings)  # type: ignore[arg-type]
+def start(device: str = "cpu") -> LLM:
+    """On the simulated device where the model is of no account."""
+    return LLM(device=device, max_model_len=256, num_kv_blocks=400)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_no_prompts_give_no_answers(llm: LLM) -> None:
 
 
 def test_closing_leaves_no_process_and_a_closed_engine_says_so() -> None:
-    with start() as engine:
+    with start("sim") as engine:
         pids = child_pids(engine.announcement.url)
         assert set(pids) == {"frontend", "core", "worker 0"}
     assert not any(is_running(pid) for pid in pids.values())
@@ -239,7 +240,7 @@ def test_closing_leaves_no_process_and_a_closed_engine_says_so() -> None:
 def test_a_launcher_that_is_killed_ends_the_call_without_a_wait_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with start() as engine:
+    with start("sim") as engine:
         launcher = engine._launch._process
         assert launcher is not None
         submit = engine.client.submit
@@ -260,7 +261,7 @@ def test_nothing_outlives_a_program_that_is_killed() -> None:
     code = (
         "from nvserve import LLM\n"
         "from nvserve.scripts.bench.cpu_time import child_pids\n"
-        "llm = LLM(device='cpu', max_model_len=64, num_kv_blocks=40)\n"
+        "llm = LLM(device='sim', max_model_len=64, num_kv_blocks=40)\n"
         "print(*child_pids(llm.announcement.url).values(), flush=True)\n"
         "input()\n"
     )
