@@ -1,4 +1,7 @@
-"""Triton kernels of all_reduce.py: one program a row, which meets its twins on the other ranks."""
+"""Triton kernels of all_reduce.py: a program takes every so many rows and meets its twins once.
+
+There are no more programs than multiprocessors, so that none waits for one that has no place.
+"""
 
 import torch
 import triton
@@ -6,7 +9,14 @@ import triton.language as tl
 
 from nvserve.kernels.all_reduce import Addends
 from nvserve.kernels.dispatch import INTERPRETED
-from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
+from nvserve.kernels.launch import (
+    inputs_ready,
+    jit,
+    jit_general,
+    launch_options,
+    num_sms,
+    start_next,
+)
 
 
 @jit
@@ -69,8 +79,9 @@ def _await(  # type: ignore[no-untyped-def]
 ):
     """Wait until all ranks have announced this call to the flags from `at` on, or abort is set.
 
-    Each thread looks at one flag, all of them at every one; where the host has set abort, a look at
-    its memory every few thousand turns tells, and the device's own note of it the programs to come.
+    The threads of the first warp look at a flag each, and the others wait for these. Where the host
+    has set abort, a look at its memory every few thousand turns tells, and the device's own note of
+    it the programs to come.
     """
     flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + at
     if PTX:
@@ -82,15 +93,16 @@ def _await(  # type: ignore[no-untyped-def]
             .reg .s32 seen;
             .reg .u64 flag;
             mov.u32 turns, %tid.x;
-            rem.u32 turns, turns, $5;
+            setp.ge.u32 go, turns, $5;
+            @go bra MET;
             mul.wide.u32 flag, turns, 4;
             add.u64 flag, flag, $1;
             mov.u32 turns, 0;
             LOOK:
-            ld.acquire.sys.global.s32 seen, [flag];
+            ld.relaxed.sys.global.s32 seen, [flag];
             sub.s32 seen, seen, $2;
             setp.ge.s32 go, seen, 0;
-            @go bra MET;
+            @go bra COME;
             add.u32 turns, turns, 1;
             and.b32 word, turns, 63;
             setp.ne.u32 go, word, 0;
@@ -105,6 +117,9 @@ def _await(  # type: ignore[no-untyped-def]
             setp.eq.u32 go, word, 0;
             @go bra LOOK;
             st.relaxed.gpu.global.u32 [$3], 1;
+            bra MET;
+            COME:
+            ld.acquire.sys.global.s32 seen, [flag];
             MET:
             mov.u32 $0, 0;
             }
@@ -139,6 +154,28 @@ def _sum_of(addends_ptr, at, mask, out_ptr, SIZE: tl.constexpr):  # type: ignore
 
 
 @jit
+def _gathered(  # type: ignore[no-untyped-def]
+    sums_ptr,
+    at,
+    columns,
+    inside,
+    out_ptr,
+    SHARE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row whose columns have been summed by one rank each."""
+    element: tl.constexpr = out_ptr.dtype.element_ty
+    total = tl.zeros([BLOCK], element)
+    for rank in tl.static_range(SIZE):
+        is_theirs = inside & (columns >= rank * SHARE) & (columns < rank * SHARE + SHARE)
+        sums = _elements(sums_ptr, rank, at, element)
+        found = tl.load(sums, mask=is_theirs, other=0.0, cache_modifier=".cg")
+        total = tl.where(is_theirs, found, total)
+    return total
+
+
+@jit_general("num_rows")
 def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     addends_ptr,
     sums_ptr,
@@ -149,6 +186,7 @@ def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     residual_ptr,
     weight_ptr,
     out_ptr,
+    num_rows,
     width,
     max_rows,
     eps,
@@ -161,47 +199,48 @@ def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    element: tl.constexpr = out_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    start = row.to(tl.int64) * width
+    stride = width.to(tl.int64)
     start_next(PDL)
     weight = tl.zeros([BLOCK], tl.float32)
     if NORM:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     inputs_ready(PDL)
-    call = tl.load(calls_ptr + row) + 1
-    _announce(flags_ptr, row * SIZE + RANK, call, SIZE, PTX)
-    residual = tl.zeros([BLOCK], tl.float32)
-    if NORM:
-        residual = tl.load(residual_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-    _await(flags_ptr, row * SIZE, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
+    call = tl.load(calls_ptr + program) + 1
+    _announce(flags_ptr, program * SIZE + RANK, call, SIZE, PTX)
+    _await(flags_ptr, program * SIZE, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
     if SHARE > 0:
-        element: tl.constexpr = out_ptr.dtype.element_ty
         ours = RANK * SHARE + tl.arange(0, SHARE_BLOCK)
         is_ours = (ours < RANK * SHARE + SHARE) & (ours < width)
-        part = _sum_of(addends_ptr, start + ours, is_ours, out_ptr, SIZE)
-        tl.store(_elements(sums_ptr, RANK, start + ours, element), part, mask=is_ours)
-        tl.debug_barrier()  # the thread that announces does so for all
-        second = (max_rows + row) * SIZE
+        for row in range(program, num_rows, num_programs):
+            at = row * stride + ours
+            part = _sum_of(addends_ptr, at, is_ours, out_ptr, SIZE)
+            tl.store(_elements(sums_ptr, RANK, at, element), part, mask=is_ours)
+        tl.debug_barrier()  # the threads that announce do so for all
+        second = (max_rows + program) * SIZE
         _announce(flags_ptr, second + RANK, call, SIZE, PTX)
         _await(flags_ptr, second, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
-        total = tl.zeros([BLOCK], element)
-        for rank in tl.static_range(SIZE):
-            is_theirs = inside & (columns >= rank * SHARE) & (columns < rank * SHARE + SHARE)
-            sums = _elements(sums_ptr, rank, start + columns, element)
-            found = tl.load(sums, mask=is_theirs, other=0.0, cache_modifier=".cg")
-            total = tl.where(is_theirs, found, total)
-    else:
-        total = _sum_of(addends_ptr, start + columns, inside, out_ptr, SIZE)
-    if NORM:
-        total = (total.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + start + columns, total, mask=inside)
-        x = total.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x) / width + eps)
-        total = (x * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + start + columns, total, mask=inside)
-    tl.store(calls_ptr + row, call)
+    for row in range(program, num_rows, num_programs):
+        at = row * stride + columns
+        residual = tl.zeros([BLOCK], tl.float32)
+        if NORM:
+            residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if SHARE > 0:
+            total = _gathered(sums_ptr, at, columns, inside, out_ptr, SHARE, SIZE, BLOCK)
+        else:
+            total = _sum_of(addends_ptr, at, inside, out_ptr, SIZE)
+        if NORM:
+            total = (total.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
+            tl.store(residual_ptr + at, total, mask=inside)
+            x = total.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x) / width + eps)
+            total = (x * scale * weight).to(element)
+        tl.store(out_ptr + at, total, mask=inside)
+    tl.store(calls_ptr + program, call)
 
 
 def _launch(
@@ -221,7 +260,8 @@ def _launch(
     # Whole groups of 16 bytes, so that what a thread reads at a time has one owner.
     share = triton.cdiv(triton.cdiv(width, meeting.size), 8) * 8
     block = triton.next_power_of_2(width)
-    _all_reduce_kernel[(num_rows,)](
+    num_programs = min(num_rows, num_sms(mine.device))
+    _all_reduce_kernel[(num_programs,)](
         addends.all,
         addends.sums,
         meeting.flags,
@@ -231,6 +271,7 @@ def _launch(
         out if residual is None else residual,
         out if weight is None else weight,
         out,
+        num_rows,
         width,
         meeting.max_rows,
         eps,
@@ -241,7 +282,7 @@ def _launch(
         NORM=residual is not None,
         BLOCK=block,
         PTX=not INTERPRETED,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(32, block // 256)),  # 16 bytes a thread and rank in flight at once
         **launch_options(mine.device),
     )
     return out
