@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from nvserve.scripts.client_http import RequestFailed, first_model, stream_chat
+from nvserve.scripts.interrupts import Interrupts, watched
 from nvserve.scripts.model_options import Chosen, model_options
 from nvserve.scripts.own_server import endpoint_or_own
 
@@ -26,24 +27,26 @@ def chat(system: str | None, max_tokens: int, temperature: float, chosen: Chosen
                 "max_tokens": max_tokens,
                 "temperature": temperature,
             }
-            while (line := read_line()) is not None:
-                if line.strip():
-                    converse(endpoint, body, line)
+            with watched() as interrupts:
+                while (line := read_line(interrupts)) is not None:
+                    if line.strip():
+                        converse(endpoint, body, line, interrupts)
     except RequestFailed as error:
         raise click.ClickException(str(error)) from error
 
 
-def converse(endpoint: str, body: dict[str, Any], line: str) -> None:
+def converse(endpoint: str, body: dict[str, Any], line: str, interrupts: Interrupts) -> None:
     """One turn: what came of the reply joins the conversation, also when it was stopped."""
     messages = body["messages"]
     messages.append({"role": "user", "content": line})
     reply = ""
     stream = stream_chat(endpoint, body)
     try:
-        for text in stream:
-            reply += text
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        with interrupts.raised():
+            for text in stream:
+                reply += text
+                sys.stdout.write(text)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.write(" [stopped]")
     except RequestFailed as error:
@@ -56,11 +59,12 @@ def converse(endpoint: str, body: dict[str, Any], line: str) -> None:
     messages.append({"role": "assistant", "content": reply})
 
 
-def read_line() -> str | None:
+def read_line(interrupts: Interrupts) -> str | None:
     """What the person says, or None at the end; Ctrl-C begins a new line."""
     while True:
         try:
-            return input("> ")
+            with interrupts.raised():
+                return input("> ")
         except KeyboardInterrupt:
             print()
         except EOFError:

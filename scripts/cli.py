@@ -4,11 +4,12 @@ import importlib
 import io
 import os
 import sys
-from typing import Final
+from typing import Any, Final
 
 import click
 
 import nvserve
+from nvserve.scripts.entry import FAREWELL, INTERRUPTED
 
 # name -> (module, command in it, one line of help)
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
@@ -64,6 +65,14 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ctrl-C of a command that lets it through is the end, and no error of anybody."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(FAREWELL, nl=False, err=True)
+            ctx.exit(INTERRUPTED)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing any."""
         rows = [(name, text) for name, (_, _, text) in self._lazy.items()]
@@ -91,7 +100,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line."""
     prepare_streams()
     group(prog_name="nvserve")
 

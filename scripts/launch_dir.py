@@ -9,10 +9,13 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -37,13 +40,13 @@ class LaunchDir:
     """A fresh 0700 directory, ours until `remove` or the end of the process."""
 
     def __init__(self) -> None:
-        self.path: Final = _make()
+        with _undisturbed():  # from the sweeper on, whatever ends us leaves nothing behind
+            self.path: Final = _make()
+            self._sweeper: Final = _start_sweeper(self.path)
         making = self.path / "making"
         self._lock: Final = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         making.rename(self.path / "lock")  # it appears locked: nobody can take us for stale
-
-        self._sweeper: Final = _start_sweeper(self.path)
 
     def prune(self, *, epoch: int, frontend_life: int, core_life: int, pages: set[str]) -> None:
         """Remove what the dead left behind: sockets and stores of earlier lives, other pages."""
@@ -91,6 +94,18 @@ def sweep() -> list[Path]:
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     return stale
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end us wait until the end of this."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _make() -> Path:

@@ -1,7 +1,6 @@
 """nvserve: serve large language models from the GPUs of one machine."""
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as checkers know it; every process is spared importing `typing` for it
 if TYPE_CHECKING:
     from nvserve.scripts.llm import LLM, SamplingParams
 

@@ -1,5 +1,5 @@
 """`python -m nvserve` is the `nvserve` command."""
 
-from nvserve.scripts.cli import main
+from nvserve.scripts.entry import main
 
 main()

@@ -96,13 +96,54 @@ def test_an_interrupted_generate_takes_its_server_along(tmpdir: Path) -> None:
         [*NVSERVE, "generate", "x", "--max-tokens", "3000"],
         env=environment(TMPDIR=str(tmpdir)),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
-    with process.stdout:
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
         assert process.stdout.read(10)  # the prompt and the first text
         process.send_signal(signal.SIGINT)
-        assert process.wait(EVENT_LIMIT_S) != 0
+        assert process.stderr.read() == b"\nnvserve: interrupted\n"
+        assert process.wait(EVENT_LIMIT_S) == ExitCode.INTERRUPTED
+    wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (["launch", "--device", "sim", "--port", "0"], "click"),
+        (["launch", "--device", "sim", "--port", "0"], "nvserve.protocol.messages"),
+        (["generate", "x"], "click"),
+        (["generate", "x"], "http.client"),
+        (["chat"], "http.client"),
+        (["status"], "click"),
+    ],
+)
+def test_an_interrupt_while_modules_load_is_one_line(
+    command: list[str], module: str, tmpdir: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "nvserve", *command],
+        env=environment(TMPDIR=str(tmpdir)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        while (line := stderr.readline().rstrip()).partition("|")[2].split()[-1:] != [module]:
+            assert line, "it ended before"
+        process.send_signal(signal.SIGINT)
+        told = [line for line in stderr if not line.startswith("import time:")]
+    code = process.wait(EVENT_LIMIT_S)
+    assert "Traceback" not in "".join(told)
+    if code == ExitCode.OK:  # it was late: the launcher had taken over, and drained
+        assert command[0] == "launch"
+        assert told[-1].endswith("stopped\n")
+    else:
+        assert code == ExitCode.INTERRUPTED
+        assert told == ["\n", "nvserve: interrupted\n"]
     wait_for("an empty TMPDIR", lambda: not list(tmpdir.iterdir()))
 
 

@@ -1,0 +1,74 @@
+"""Ctrl-C as a KeyboardInterrupt: raised where it may be, kept until then, and noticed in time."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from nvserve.scripts import entry
+from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.interrupts import Interrupts, raised_once, watched
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    before = signal.getsignal(signal.SIGINT)
+    with watched() as interrupts:
+        yield interrupts
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_it_is_raised_inside_and_once(interrupts: Interrupts) -> None:
+    steps = []
+    try:
+        with interrupts.raised():
+            try:
+                interrupt()
+                steps.append("not raised")
+            finally:
+                interrupt()  # does not disturb this
+                steps.append("put away")
+    except KeyboardInterrupt:
+        steps.append("raised")
+    assert steps == ["put away", "raised"]
+
+
+def test_one_that_comes_between_waits_for_the_next_time(interrupts: Interrupts) -> None:
+    interrupt()
+    with pytest.raises(KeyboardInterrupt), interrupts.raised():
+        pytest.fail("it was not raised at the beginning")
+    with interrupts.raised():
+        pass  # it was one only
+
+
+def test_later_ones_change_nothing_where_it_is_raised_once() -> None:
+    steps = []
+    try:
+        with raised_once():
+            try:
+                interrupt()
+                steps.append("not raised")
+            finally:
+                for _ in range(2):
+                    interrupt()
+                    steps.append("put away")
+    except KeyboardInterrupt:
+        steps.append("raised")
+    assert steps == ["put away", "put away", "raised"]
+
+
+def test_one_that_the_parent_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with watched() as interrupts, interrupts.raised():
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_exit_status_is_the_launchers() -> None:
+    assert entry.INTERRUPTED == ExitCode.INTERRUPTED
