@@ -113,14 +113,14 @@ def test_a_client_that_left_goes_on_with_the_ids_it_holds(
     core.script = TOKENIZER.encode("héllo 한국어 text", add_special_tokens=False).ids
     with Client(frontend.endpoint) as client:
         whole = client.generate([3], max_tokens=30, seed=7)
-    texts = []
+    texts: list[str] = []
+    ids: list[int] = []  # of the pieces taken: the client may have received more
     with Client(frontend.endpoint) as first:
-        request = first.submit([3], max_tokens=30, seed=7)
-        for piece in first.pieces(request):
+        for piece in first.stream([3], max_tokens=30, seed=7):
             texts.append(piece.text)
-            if len(request.output) >= held:
+            ids += piece.token_ids
+            if len(ids) >= held:
                 break
-        ids = list(request.output)
     with Client(frontend.endpoint) as second:
         resumed = second.submit([3], max_tokens=30, seed=7, emitted=ids)
         texts += [piece.text for piece in second.pieces(resumed)]
