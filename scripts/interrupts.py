@@ -1,9 +1,17 @@
-"""Ctrl-C as a KeyboardInterrupt where a command can take one."""
+"""Ctrl-C as a KeyboardInterrupt where a command can take one, and never lost.
+
+Python looks for signals between its instructions and when a system call is interrupted. One that
+comes right before a call that blocks is noticed at its end: at a prompt with the next line, in a
+stream with the next token. So a timer interrupts whatever blocks the main thread, again and again.
+"""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
+
+NOTICE_S: Final = 0.2  # the longest that a Ctrl-C goes unnoticed
 
 
 class Interrupts:
@@ -42,11 +50,14 @@ def watched() -> Iterator[Interrupts]:
     if before is signal.SIG_IGN:
         yield interrupts
         return
+    signal.signal(signal.SIGALRM, _notice)  # and so for good: one may be on its way at the end
+    timer = signal.setitimer(signal.ITIMER_REAL, NOTICE_S, NOTICE_S)
     signal.signal(signal.SIGINT, interrupts.note)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 @contextmanager
@@ -54,3 +65,7 @@ def raised_once() -> Iterator[None]:
     """Inside, the first Ctrl-C is a KeyboardInterrupt, and later ones change nothing."""
     with watched() as interrupts, interrupts.raised():
         yield
+
+
+def _notice(number: int, frame: FrameType | None) -> None:
+    """The call was interrupted, which is all."""

@@ -1,6 +1,9 @@
 """Ctrl-C as a KeyboardInterrupt: raised where it may be, kept until then, and noticed in time."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +11,8 @@ import pytest
 from nvserve.scripts import entry
 from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.interrupts import Interrupts, raised_once, watched
+
+LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -68,6 +73,40 @@ def test_one_that_the_parent_ignores_stays_ignored() -> None:
             interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_one_that_interrupts_no_call_is_noticed_all_the_same(interrupts: Interrupts) -> None:
+    """Another thread takes it, as if it had come right before this one's call."""
+    reading, writing = os.pipe()
+    begins, gives_up = threading.Event(), threading.Event()
+
+    def hit() -> None:
+        assert begins.wait(LIMIT_S)
+        time.sleep(0.3)  # should the call not have begun, this proves nothing, but does not fail
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def give_up() -> None:
+        if not gives_up.wait(LIMIT_S):
+            gives_up.set()
+            os.write(writing, b"x")
+
+    def read() -> None:
+        begins.set()
+        os.read(reading, 1)
+
+    threads = [threading.Thread(target=target) for target in (hit, give_up)]
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.raised():
+            read()
+        assert not gives_up.is_set(), "the call had to end by itself"
+    finally:
+        gives_up.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_the_exit_status_is_the_launchers() -> None:

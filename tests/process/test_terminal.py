@@ -242,3 +242,15 @@ def test_an_interrupt_stops_the_reply_and_not_the_chat(url: str) -> None:
             chat.process.send_signal(signal.SIGINT)
             assert chat.read_until(r"\n> ").endswith("[stopped]\n> ")
         assert chat.leave() == 0
+
+
+def test_an_interrupt_at_the_prompt_begins_a_new_line(url: str) -> None:
+    """Sent when the prompt is seen, which may be before the chat waits for input."""
+    with closing(Chat(url)) as chat:
+        chat.read_until("> ")
+        for _ in range(20):
+            chat.process.send_signal(signal.SIGINT)
+            assert chat.read_until(r"> ") == "\n> "
+        chat.say("Who are you?")
+        assert len(chat.read_until(r"\n> ")) > 10
+        assert chat.leave() == 0
