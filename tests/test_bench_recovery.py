@@ -15,6 +15,7 @@ from nvserve.scripts.bench.recovery_report import (
     Fault,
     Reference,
     Ride,
+    clearest,
     first_difference,
     format_spreads,
     format_verdict,
@@ -82,6 +83,11 @@ def test_a_difference_tells_its_first_position_and_the_gap_of_the_reference_ther
 def test_ids_of_a_lost_request_are_compared_too() -> None:
     verdict = judge([ride(1, [5, 9])], REFERENCES, [])
     assert len(verdict.lost) == len(verdict.differences) == 1
+
+
+def test_the_clearest_references_are_those_that_stay_far_from_ties() -> None:
+    third = Reference([9], [1], [0.01])
+    assert clearest([*REFERENCES, third], 2) == [REFERENCES[1], third]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,7 @@ def test_a_run_strikes_both_ranks_loses_nothing_and_writes_it_down(tmp_path: Pat
     assert run.returncode == 0, text
     result = json.loads(path.read_text())
     assert result["failure"] == ""
+    assert result["min_gap"] > 0.0
     assert (result["dtype"], result["tensor_parallel_size"]) == ("float32", 2)
     struck = [(fault["kind"], fault["rank"]) for fault in result["faults"]]
     assert struck == [("kill", 0), ("kill", 1), ("stop", 0), ("stop", 1)]
@@ -203,23 +210,29 @@ def test_a_run_strikes_both_ranks_loses_nothing_and_writes_it_down(tmp_path: Pat
     assert list((tmp_path / "left").iterdir()) == []
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    run = start(tmp_path, "--kills", "1000", "--streams", "2", "--no-spare")
+def test_ctrl_c_leaves_nothing_behind_but_what_was_found(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    load = ("--streams", "2", "--output-len", "16", "--no-spare")
+    run = start(tmp_path, "--kills", "1000", *load, "--output", str(path))
     assert run.stdout is not None
     try:
         lines = [run.stdout.readline() for _ in range(2)]
         assert "ready after" in lines[0], lines
-        assert "1/" in lines[1], "the first fault is over"
+        assert "kill worker 0" in lines[1], "the first fault is over"
         pids = children_of(run.pid)
-        assert len(pids) >= 1
+        assert pids
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=RUN_LIMIT_S)
     finally:
         run.kill()
         run.wait()
-    assert run.returncode not in (0, -signal.SIGKILL), text
+    assert run.returncode == 130, text
     wait_for("all gone", lambda: not any(map(is_running, pids)))
     wait_for("nothing left", lambda: list((tmp_path / "left").iterdir()) == [])
+    result = json.loads(path.read_text())
+    assert result["failure"] == "interrupted"
+    assert result["faults"][0]["kind"] == "kill"
+    assert result["requests"]["num_lost"] == 0, "what runs is not judged"
 
 
 def children_of(pid: int) -> set[int]:

@@ -18,6 +18,7 @@ from nvserve.protocol.config import Config
 from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_folder
 from nvserve.scripts.bench.workloads import MAX_ID, Generate, Prompts
 from nvserve.scripts.embedded import LaunchFailed
+from nvserve.scripts.interrupts import raised_once
 from nvserve.scripts.launch import build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
@@ -130,22 +131,28 @@ def parse_numbers(text: str) -> list[int]:
 
 @contextmanager
 def bench_model(options: EngineOptions) -> Iterator[BenchModel]:
-    """The folder of --model; a shape's folder is written for the time of the benchmark."""
-    if options.model in SHAPES:
-        with tempfile.TemporaryDirectory(prefix="nvserve-bench-") as scratch:
-            shape = SHAPES[options.model]
-            folder = write_model_folder(shape, Path(scratch) / options.model)
-            yield BenchModel(options.model, folder, shape, options.load_format or "dummy")
-        return
-    folder = DEMO_MODEL if options.model == "demo" else Path(options.model)
+    """The folder of --model; a shape's folder is written for the time of the benchmark.
+
+    Inside, Ctrl-C is a KeyboardInterrupt, once: what is there can be put away.
+    """
+    with raised_once():
+        if options.model in SHAPES:
+            with tempfile.TemporaryDirectory(prefix="nvserve-bench-") as scratch:
+                shape = SHAPES[options.model]
+                folder = write_model_folder(shape, Path(scratch) / options.model)
+                yield BenchModel(options.model, folder, shape, options.load_format or "dummy")
+            return
+        folder = DEMO_MODEL if options.model == "demo" else Path(options.model)
+        shape = _read_shape(options.model, folder)
+        yield BenchModel(options.model, folder, shape, options.load_format or "auto")
+
+
+def _read_shape(name: str, folder: Path) -> ModelShape:
     try:
-        shape = ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
+        return ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         known = ", ".join(SHAPES)
-        raise BenchError(
-            f"--model {options.model}: no model folder, and none of {known}"
-        ) from error
-    yield BenchModel(options.model, folder, shape, options.load_format or "auto")
+        raise BenchError(f"--model {name}: no model folder, and none of {known}") from error
 
 
 def bench_config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:

@@ -7,17 +7,13 @@ other. Fails when a request is lost, or when ids differ in float32.
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import click
 
-from nvserve.frontend.client import AsyncClient
-from nvserve.frontend.client_session import RequestError
 from nvserve.protocol.config import Config
 from nvserve.scripts.bench import workloads
 from nvserve.scripts.bench.engine import (
@@ -29,56 +25,27 @@ from nvserve.scripts.bench.engine import (
     engine_flags,
     write_result,
 )
-from nvserve.scripts.bench.gpu_memory import read_gpu_memory
-from nvserve.scripts.bench.own_process import NotMeasured
-from nvserve.scripts.bench.recovery_faults import NotRecovered, Server, schedule, strike
-from nvserve.scripts.bench.recovery_load import Load, take_references
 from nvserve.scripts.bench.recovery_report import (
-    Fault,
-    Reference,
-    Verdict,
     format_spreads,
     format_verdict,
-    judge,
     summarize,
     verdict_json,
 )
+from nvserve.scripts.bench.recovery_run import (
+    INTERRUPTED,
+    Findings,
+    RecoveryOptions,
+    Run,
+    is_exact,
+)
 from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
+from nvserve.scripts.exit_codes import ExitCode
 
 START_LIMIT_S: Final = 1800.0
 SPARE_TOKENS: Final = 16  # of the longest request
+CANDIDATES: Final = 2  # prompts tried for each stream, where the clearest answers are taken
 ENOUGH_RESTARTS: Final = 1_000_000
 MIB: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryOptions:
-    """What to do to the server; the field names are those of the flags."""
-
-    kills: int
-    stops: int
-    planned: int
-    streams: int
-    context: int
-    output_len: int
-    spare: bool
-    hang_timeout: float
-    wait_limit: float
-    time_limit: float
-    disable_custom_all_reduce: bool
-    share_gpu: bool
-    output: Path | None
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a run has found so far."""
-
-    faults: list[Fault] = field(default_factory=list)
-    num_left_out: int = 0  # faults there was no time for
-    shortfall: str = ""  # why the run ended early, empty if it did not
-    verdict: Verdict | None = None
-    gpu_memory: dict[str, list[int]] = field(default_factory=dict)  # bytes by GPU
 
 
 @click.command(context_settings={"show_default": True})
@@ -105,24 +72,28 @@ def recovery(**flags: Any) -> None:
     with bench_model(engine) as model:
         needed_len = options.context + options.output_len + SPARE_TOKENS
         config = bench_config(model, engine, needed_len)
-        prompts = workloads.draw_prompts(
-            options.streams, options.context, Random(engine.seed), model.max_id
-        )
+        num_prompts = options.streams * (CANDIDATES if is_exact(config) else 1)
+        rng = Random(engine.seed)
+        prompts = workloads.draw_prompts(num_prompts, options.context, rng, model.max_id)
         api_key = secrets.token_hex(16)  # other users of this machine can reach the port
         words = Words.COPIED if engine.is_verbose else Words.KEPT
         launch = EmbeddedLaunch(launch_flags(config, model, options), api_key=api_key, words=words)
+        run = Run(config, options, launch, api_key)
         try:
             announcement = launch.wait_ready(START_LIMIT_S)
             click.echo(f"{model.name}: ready after {announcement.start_s:.1f} s")
-            run = Run(config, options, launch, api_key)
-            findings = asyncio.run(run.whole(prompts, deadline_s))
+            asyncio.run(run.whole(prompts, deadline_s))
         except LaunchFailed as error:
             raise BenchError(str(error)) from error
+        except KeyboardInterrupt:
+            run.findings.shortfall = INTERRUPTED
         finally:
             launch.stop()
-    complaint = _complaint(findings, config)
-    _print(findings, complaint)
-    write_result(options.output, _result(findings, complaint, model, config, options))
+    complaint = _complaint(run.findings, config)
+    _print(run.findings, complaint)
+    write_result(options.output, _result(run.findings, complaint, model, config, options))
+    if run.findings.shortfall == INTERRUPTED:
+        raise click.exceptions.Exit(ExitCode.INTERRUPTED)
     if complaint:
         raise click.exceptions.Exit(1)
 
@@ -154,78 +125,6 @@ def launch_flags(config: Config, model: BenchModel, options: RecoveryOptions) ->
     return flags + (["--share-gpu"] if options.share_gpu else [])
 
 
-class Run:
-    """One server from its first request to the judgement of its last one."""
-
-    def __init__(
-        self, config: Config, options: RecoveryOptions, launch: EmbeddedLaunch, api_key: str
-    ) -> None:
-        self._config: Final = config
-        self._options: Final = options
-        self._launch: Final = launch
-        self._api_key: Final = api_key
-        self._findings: Final = Findings()
-
-    async def whole(self, prompts: workloads.Prompts, deadline_s: float) -> Findings:
-        """References, faults, the end of the load; a server that is lost is a shortfall."""
-        limit_s, options = self._options.wait_limit, self._options
-        try:
-            server = Server.of(self._launch, has_spare=options.spare)
-            async with AsyncExitStack() as stack:
-                endpoint = self._launch.announcement.zmq_endpoint
-                client = AsyncClient(endpoint, api_key=self._api_key)
-                await stack.enter_async_context(client)
-                await server.settle(limit_s)
-                references = await self._references(client, prompts)
-                await self._read_memory("before")
-                load = await stack.enter_async_context(Load(client, references))
-                await self._strike_all(server, load, deadline_s)
-                rides = await load.finish(limit_s)
-                self._findings.verdict = judge(rides, references, self._findings.faults)
-            if not self._findings.shortfall:
-                await server.settle(limit_s)
-                await self._read_memory("after")
-        except NotRecovered as error:
-            self._findings.shortfall = self._findings.shortfall or str(error)
-        return self._findings
-
-    async def _references(
-        self, client: AsyncClient, prompts: Sequence[list[int]]
-    ) -> list[Reference]:
-        limit_s = self._options.wait_limit
-        try:
-            return await take_references(client, prompts, self._options.output_len, limit_s)
-        except (RequestError, ConnectionError, TimeoutError) as error:
-            raise NotRecovered(f"no references: {error or type(error).__name__}") from error
-
-    async def _read_memory(self, when: str) -> None:
-        if self._config.device != "cuda":
-            return
-        num_gpus = 1 if self._options.share_gpu else self._config.tp_size
-        try:
-            self._findings.gpu_memory[when] = await asyncio.to_thread(read_gpu_memory, num_gpus)
-        except NotMeasured as reason:
-            click.echo(f"no GPU memory: {reason}")
-
-    async def _strike_all(self, server: Server, load: Load, deadline_s: float) -> None:
-        """Every fault there is time for; the first one that is not survived is the last one."""
-        options, findings = self._options, self._findings
-        counts = {"kill": options.kills, "stop": options.stops, "planned": options.planned}
-        strikes = schedule(counts, self._config.tp_size)
-        for number, (kind, rank) in enumerate(strikes):
-            if time.monotonic() > deadline_s:
-                findings.num_left_out = len(strikes) - number
-                click.echo(f"{findings.num_left_out} faults left out: the time is over")
-                return
-            try:
-                fault = await strike(server, load, kind, rank, options.wait_limit)
-            except NotRecovered as error:
-                findings.shortfall = f"{kind} worker {rank}: {error}"
-                return
-            findings.faults.append(fault)
-            click.echo(f"{number + 1}/{len(strikes)} {fault.describe()}")
-
-
 # -- the account -----------------------------------------------------------------------------------
 
 
@@ -233,7 +132,7 @@ def _complaint(findings: Findings, config: Config) -> str:
     """Why the exit status is 1; empty when it is 0."""
     parts = [findings.shortfall] if findings.shortfall else []
     if findings.verdict is not None:
-        parts.append(findings.verdict.complaint(is_exact=config.dtype == "float32"))
+        parts.append(findings.verdict.complaint(is_exact=is_exact(config)))
     return ", ".join(part for part in parts if part)
 
 
@@ -268,6 +167,7 @@ def _result(
         "has_spare": options.spare,
         "hang_timeout_s": options.hang_timeout,
         "failure": complaint,
+        "min_gap": findings.min_gap,
         "seconds": summarize(findings.faults),
         "requests": None if findings.verdict is None else verdict_json(findings.verdict),
         "gpu_memory_bytes": findings.gpu_memory or None,

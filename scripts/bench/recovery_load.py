@@ -108,14 +108,17 @@ class Load:
         except TimeoutError:
             raise NoTokens(f"no token within {limit_s:g} s for streams {silent()}") from None
 
-    async def finish(self, limit_s: float) -> list[Ride]:
-        """Let the open requests end; all requests, with an error in those that are late."""
+    async def finish(self, limit_s: float) -> None:
+        """Let the open requests end; those that are late get an error."""
         self._is_stopping = True
         await asyncio.wait(self._streams, timeout=limit_s)
         for ride in self.rides:
             if math.isinf(ride.ended_s):
-                ride.error = ride.error or f"not ended within {limit_s:g} s of the last fault"
-        return self.rides
+                ride.error = f"not ended within {limit_s:g} s of the last fault"
+
+    def judgeable(self) -> list[Ride]:
+        """All requests but those that run."""
+        return [ride for ride in self.rides if ride.error or not math.isinf(ride.ended_s)]
 
     async def _stream(self, number: int) -> None:
         while not self._is_stopping:

@@ -151,6 +151,11 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
     return next((position for position, (a, b) in pairs if a != b), None)
 
 
+def clearest(references: Sequence[Reference], count: int) -> list[Reference]:
+    """Those whose ids are least likely to change by rounding."""
+    return sorted(references, key=lambda one: -min(one.gaps))[:count]
+
+
 def judge(
     rides: Sequence[Ride], references: Sequence[Reference], faults: Sequence[Fault]
 ) -> Verdict:
