@@ -127,6 +127,13 @@ class ControlChannel:
             return False
         return True
 
+    def peek(self) -> bytes | None:
+        """What `receive` would take; None when there is nothing now, or the peer is gone."""
+        try:
+            return self.socket.recv(MAX_CONTROL_BYTES, socket.MSG_PEEK) or None
+        except (BlockingIOError, ConnectionResetError):
+            return None
+
     def receive(self) -> bytes | None:
         """The next message, None when there is none now; EOFError when the peer is gone."""
         try:

@@ -1,7 +1,7 @@
 """Ranks that sum through peer memory, each a process of its own; run as a program it is one.
 
-On a CPU, which needs TRITON_INTERPRET=1, the ranks map each other's files; on GPUs, each other's
-memory. What they add up follows from a seed, so that whoever starts them can work out the sums.
+On a CPU, kernels are interpreted, which TRITON_INTERPRET=1 must ask for, and memory is the host's.
+What they add up follows from a seed, so that whoever starts them can work out the sums.
 """
 
 import os
@@ -11,15 +11,17 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import torch
-from peer_memory_on_files import open_files
+from memfd_memory import use_memfds
+from torch._C._distributed_c10d import FileStore
 
 from nvserve.workers import crossover
 from nvserve.workers.engine import DTYPES
-from nvserve.workers.parallel import TensorParallel
-from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_peer_memory
+from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
+from nvserve.workers.roll_call import RollCall
 
 TESTS = Path(__file__).parent
 RANK_LIMIT_S = 200.0
@@ -97,24 +99,28 @@ def _communicate(process: "subprocess.Popen[bytes]", job: Job) -> None:
 # -- the rank ------------------------------------------------------------------------------------
 
 
-def _on_gpus(job: Job) -> PeerMemory:
-    device = torch.device("cuda", job.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    group = TensorParallel(job.rank, job.size, wants_gloo=True)
-    group.join(job.folder, 0, device, time.sleep)
-    return open_peer_memory(job.rank, job.layout, "test", job.folder)
+def _open(job: Job) -> PeerMemory:
+    if job.device == "cpu":
+        use_memfds()
+    else:
+        torch.cuda.set_device(job.rank % torch.cuda.device_count())
+    folder = Path(job.folder)
+    store = FileStore(str(folder / "store"), job.size)
+    roll = RollCall(store, job.rank, job.size, lambda: time.sleep(0.001))
+    memory = open_for_all(job.layout, roll, folder / "memory")
+    assert memory is not None
+    return memory
 
 
 def _run(job: Job) -> list[list[torch.Tensor]]:
-    if job.device == "cpu":
-        memory = open_files(Path(job.folder), job.rank, job.layout)
-    else:
-        memory = _on_gpus(job)
+    memory = _open(job)
+    if job.rank == job.late_rank:
+        return []
     memory.meeting.calls.fill_(job.first_call)
     if job.late_rank < 0:
         _check(memory, job)
-    if job.rank == job.late_rank:
-        return []
+    elif job.device == "cpu":
+        Thread(target=_abort_once_left, args=(memory, job)).start()
     # Copies from the host would wait for kernels that wait for peers.
     inputs = [
         [x.to(job.device) for x in (addend(job, call, job.rank), *residual_and_weight(job, call))]
@@ -133,7 +139,7 @@ def _run(job: Job) -> list[list[torch.Tensor]]:
             result = [memory.sum(place)]
         found.append(result)
     if job.late_rank >= 0 and job.device != "cpu":
-        _abort_once_all_wait(memory, Path(job.folder) / f"results{job.late_rank}")
+        _abort_once_left(memory, job)
     return [[tensor.cpu() for tensor in result] for result in found]
 
 
@@ -149,14 +155,19 @@ def _check(memory: PeerMemory, job: Job) -> None:
     crossover.check(memory, all_reduce, time.sleep)
 
 
-def _abort_once_all_wait(memory: PeerMemory, left: Path) -> None:
-    """Nothing must have ended before, and everything must end soon after."""
-    all_ended = torch.cuda.Event()
-    all_ended.record()
+def _abort_once_left(memory: PeerMemory, job: Job) -> None:
+    """Abort when the late rank is gone: nothing may end before, and everything must soon after."""
+    if job.device != "cpu":
+        all_ended = torch.cuda.Event()
+        all_ended.record()
+    left = Path(job.folder) / f"results{job.late_rank}"
     give_up = time.monotonic() + 60.0
     while not left.exists():
         assert time.monotonic() < give_up, "the late rank has not left"
         time.sleep(0.01)
+    if job.device == "cpu":  # whose kernels keep the main thread
+        memory.abort()
+        return
     assert not all_ended.query()
     memory.abort()
     give_up = time.monotonic() + 10.0

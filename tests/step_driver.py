@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.control import StartEpoch
@@ -35,7 +36,8 @@ from nvserve.protocol.sampling import SamplingParams
 from nvserve.workers.engine import TorchEngine
 from nvserve.workers.models.decoder import NUM_PLACES, Decoder
 from nvserve.workers.models.registry import read_config
-from nvserve.workers.peer_memory import Layout
+from nvserve.workers.peer_memory import Layout, open_for_all
+from nvserve.workers.roll_call import RollCall
 from nvserve.workers.runner import Runner
 from nvserve.workers.step_result import StepResult
 
@@ -373,11 +375,15 @@ def _run_rank(job: Job) -> list[list[list[int]]]:
 
 
 def _use_peer_memory(model: Decoder, job: Job) -> None:
-    """Files in place of the memory of GPUs."""
-    from peer_memory_on_files import open_files
+    """The host's memory in place of that of GPUs."""
+    from memfd_memory import use_memfds
 
+    use_memfds()
+    launch_dir = Path(job.launch_dir)
+    store = FileStore(str(launch_dir / "peers"), job.size)
+    roll = RollCall(store, job.rank, job.size, lambda: time.sleep(0.001))
     layout = Layout(job.size, NUM_PLACES, model.config.hidden_size, model.dtype)
-    model.parallel.peers = open_files(Path(job.launch_dir), job.rank, layout)
+    model.parallel.peers = open_for_all(layout, roll, launch_dir / "memory")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,27 @@
 """How ranks agree while they form a group, and how a rank that waits on its device is freed."""
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event, Semaphore
+from threading import Event, Lock, Semaphore
 
 import pytest
 import torch
+from memfd_memory import MemfdMemory
 from torch._C._distributed_c10d import HashStore
 
 from nvserve.protocol.channel import ControlChannel
 from nvserve.protocol.child import Child
 from nvserve.protocol.codec import encode
 from nvserve.protocol.config import Config, ModelFacts
-from nvserve.protocol.control import Role, Setup, StartEpoch
+from nvserve.protocol.control import FaultKind, Inject, Role, Setup, StartEpoch
 from nvserve.protocol.progress import ProgressPage
 from nvserve.workers import crossover, lifeline, peer_memory
 from nvserve.workers.crossover import NCCL_ALONE, SumsFail, Times, agree_on_crossover
+from nvserve.workers.descriptors import exchange_descriptors
 from nvserve.workers.lifeline import hold_lifeline
 from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
 from nvserve.workers.roll_call import RollCall
@@ -58,10 +61,11 @@ def test_one_no_is_a_no_for_all() -> None:
     assert in_concert(3, lambda roll: roll.all_agree("ready", True)) == [True] * 3
 
 
-def test_a_rank_that_waits_for_the_missing_can_give_up() -> None:
-    def give_up() -> None:
-        raise GaveUp
+def give_up() -> None:
+    raise GaveUp
 
+
+def test_a_rank_that_waits_for_the_missing_can_give_up() -> None:
     roll = RollCall(HashStore(), 0, 2, give_up)
     with pytest.raises(GaveUp):
         roll.hear_all("here", "")
@@ -116,27 +120,94 @@ def test_sums_that_fail_on_any_rank_are_left_to_nccl_by_all(
     assert memory.take(0, 1) is None
 
 
-@pytest.mark.parametrize("failing_rank", [-1, 0, 1])
-def test_peer_memory_is_for_all_ranks_or_for_none(
-    failing_rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_one(rank: int, *_: object) -> PeerMemory:
-        if rank == failing_rank:
-            raise RuntimeError("injected")
-        return memory_of(rank)
+class Fragile(MemfdMemory):
+    """Memory whose calls fail as told, once; `num_open` counts what has not been closed."""
 
-    monkeypatch.setattr(peer_memory, "open_peer_memory", open_one)
+    failing = ""
+    num_open = 0
+    lock = Lock()
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        super().__init__(descriptor, num_bytes)
+        with self.lock:
+            Fragile.num_open += 1
+
+    @classmethod
+    def fail(cls, name: str) -> None:
+        with cls.lock:
+            if cls.failing == name:
+                cls.failing = ""
+                raise RuntimeError("injected")
+
+    @staticmethod
+    def allocate(num_bytes: int, device: int) -> MemfdMemory:
+        Fragile.fail("allocate")
+        descriptor = os.memfd_create("memory")
+        os.truncate(descriptor, num_bytes)
+        return Fragile(descriptor, num_bytes)
+
+    @staticmethod
+    def of_descriptor(descriptor: int, num_bytes: int, device: int) -> MemfdMemory:
+        Fragile.fail("of_descriptor")
+        return Fragile(os.dup(descriptor), num_bytes)
+
+    def close(self) -> None:
+        super().close()
+        with self.lock:
+            Fragile.num_open -= 1
+
+
+@pytest.mark.parametrize("failing", ["", "allocate", "of_descriptor"])
+def test_peer_memory_is_for_all_ranks_or_for_none(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    opened = in_concert(2, lambda roll: open_for_all(LAYOUT, roll, "e0", "") is not None)
-    assert opened == [failing_rank == -1] * 2
+    monkeypatch.setattr(peer_memory, "pinned_word", lambda: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(peer_memory, "MappedMemory", Fragile)
+    monkeypatch.setattr(Fragile, "failing", failing)
+    monkeypatch.setattr(Fragile, "num_open", 0)
+    layout = Layout(3, 3, 64, torch.float32)
+    opened = in_concert(3, lambda roll: open_for_all(layout, roll, tmp_path / "e0.memory"))
+    memories = [memory for memory in opened if isinstance(memory, PeerMemory)]
+    assert len(memories) == (0 if failing else 3)
+    for memory in memories:
+        memory.close()
+    assert Fragile.num_open == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_descriptors_reach_every_rank_in_rank_order(tmp_path: Path) -> None:
+    def run(roll: RollCall) -> list[str]:
+        with (tmp_path / f"file{roll.rank}").open("w+") as mine:
+            mine.write(f"of rank {roll.rank}")
+            mine.flush()
+            texts = []
+            for descriptor in exchange_descriptors(tmp_path / "e0.", roll, mine.fileno()):
+                texts.append(os.pread(descriptor, 100, 0).decode())
+                os.close(descriptor)
+            return texts
+
+    assert in_concert(3, run) == [["of rank 0", "of rank 1", "of rank 2"]] * 3
+
+
+def test_an_exchange_with_a_rank_that_dies_in_it_can_be_given_up(tmp_path: Path) -> None:
+    store = HashStore()
+    store.set("bound1", "")  # it was there, and sends nothing
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gone:
+        gone.bind(str(tmp_path / "e0.1"))
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(GaveUp):
+            exchange_descriptors(tmp_path / "e0.", RollCall(store, 0, 2, give_up), 0)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / "e0.0").exists()
 
 
 def test_rows_that_kernels_cannot_read_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     odd = Layout(2, 3, 63, torch.float32)
-    assert in_concert(2, lambda roll: open_for_all(odd, roll, "e0", "")) == [None, None]
+    assert in_concert(2, lambda roll: open_for_all(odd, roll, Path("e0."))) == [None, None]
 
 
 # -- the lifeline ----------------------------------------------------------------------------------
@@ -174,6 +245,30 @@ def test_a_message_that_nobody_reads_aborts_the_group(ends: Ends) -> None:
     assert ends.launcher.send(encode(StartEpoch(1, 2, 0)))
     assert ends.was_aborted.wait(LIMIT_S)
     assert ends.child.receive() == StartEpoch(1, 2, 0)  # it was left for the main loop
+
+
+def test_a_message_that_does_not_end_the_epoch_is_let_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline, "GRACE_S", 0.01)
+    ends = Ends(tmp_path, looked=(blind := Blind()))
+    assert ends.launcher.send(encode(Inject(FaultKind.SLOW)))
+    for _ in range(3):
+        assert blind.times.acquire(timeout=LIMIT_S)
+    ends.close()
+    assert not ends.was_aborted.is_set()
+
+
+class Blind(Event):
+    """Of a main loop that does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.times.release()
+        return super().wait(timeout)
 
 
 class Looking(Event):

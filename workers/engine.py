@@ -31,12 +31,12 @@ from nvserve.workers.kv_cache import (
 from nvserve.workers.models.config import DecoderConfig, check_parallel
 from nvserve.workers.models.decoder import NUM_PLACES, Decoder
 from nvserve.workers.models.registry import read_config
-from nvserve.workers.parallel import DEFAULT_LIMIT_S, POLL_S, TensorParallel
+from nvserve.workers.parallel import ABORT_LIMIT_S, DEFAULT_LIMIT_S, POLL_S, TensorParallel
 from nvserve.workers.peer_memory import Layout
 from nvserve.workers.pending_step import PendingStep
 from nvserve.workers.runner import Runner
 from nvserve.workers.staging import Staging
-from nvserve.workers.step_result import ModelRefused, Report, Wait
+from nvserve.workers.step_result import ModelRefused, PeerLost, Report, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,13 @@ class TorchEngine:
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
+        with self._parallel.blaming_peers():
+            return self._begin(start, launch_dir, wait, report)
+
+    def _begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self._page.beat(Phase.LOADING if self._model is None else Phase.REBUILDING)
-        self._settle(wait)
+        while not self._is_device_done():
+            wait(POLL_S)
         began = time.monotonic()
         model = self._load(start, report)
         loaded = time.monotonic()
@@ -107,7 +112,8 @@ class TorchEngine:
         return self.runner.model.final_norm
 
     def launch(self, step: SchedulerOutput) -> PendingStep:
-        return self.runner.launch(step)
+        with self._parallel.blaming_peers():
+            return self.runner.launch(step)
 
     def prepare_ahead(self) -> bool:
         return self._runner is not None and self._runner.capture_next()
@@ -116,18 +122,24 @@ class TorchEngine:
         self._parallel.abort()
 
     def end(self) -> None:
+        """Also drops the graphs: NCCL waits for those that hold a collective of the group's."""
+        self._parallel.abort()
+        if self._parallel.size > 1:
+            give_up = time.monotonic() + ABORT_LIMIT_S
+            while not self._is_device_done():
+                if time.monotonic() > give_up:
+                    raise PeerLost(f"the device goes on for {ABORT_LIMIT_S:g} s after an abort")
+                self._page.beat()
+                time.sleep(POLL_S)
+            if self._runner is not None:
+                self._runner.drop_graphs()
         self._parallel.leave()
 
-    def _settle(self, wait: Wait) -> None:
-        """The epoch before is over on the device as well: its steps end, its graphs go."""
-        if self._runner is None or self._runner.model.device.type != "cuda":
-            return
-        ended = torch.cuda.Event()
-        ended.record()
-        while not ended.query():  # the group is gone, so nothing waits for a dead peer
-            wait(POLL_S)
-        if self._parallel.size > 1:
-            self._runner.drop_graphs()
+    def _is_device_done(self) -> bool:
+        """Has the device run all it was given?"""
+        if self._config.device == "cpu" or not torch.cuda.is_initialized():
+            return True
+        return torch.cuda.current_stream().query()
 
     def _wants_graphs(self, runner: Runner) -> bool:
         """Not yet made, and possible: gloo's collectives cannot be captured."""
@@ -147,6 +159,7 @@ class TorchEngine:
         place = self._place(start)
         device = self._open_device(start, place)
         limit_s = max(DEFAULT_LIMIT_S, 4 * self._config.hang_timeout_s)
+        self._parallel.release()
         self._parallel = TensorParallel(
             start.rank,
             start.tp_size,

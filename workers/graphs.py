@@ -109,6 +109,9 @@ class GraphPool:
                     result = function()
                 finally:
                     graph.capture_end()
+        except BaseException:
+            graph.reset()  # whoever holds the exception must not hold what was captured
+            raise
         finally:
             if was_collecting:
                 gc.enable()

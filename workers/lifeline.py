@@ -10,14 +10,16 @@ from threading import Thread
 from typing import Final
 
 from nvserve.protocol.child import Child
+from nvserve.protocol.codec import BadFrame, decode_to_child
+from nvserve.protocol.control import Exit, StartEpoch
 
 GRACE_S: Final = 0.5  # for the main loop to look; it does so twice as often
 
 
 def hold_lifeline(child: Child, abort: Callable[[], None]) -> Thread:
-    """Until the launcher is gone, call abort() while a message of its stays unread; never read it.
+    """Until the launcher is gone, call abort() while its word that the epoch is over stays unread.
 
-    Returns the thread that does so.
+    Returns the thread that does so, which takes no message away.
     """
     thread = Thread(target=_watch, args=(child, abort), name="lifeline", daemon=True)
     thread.start()
@@ -29,5 +31,14 @@ def _watch(child: Child, abort: Callable[[], None]) -> None:
     poller.register(child.control.fileno(), select.POLLIN)
     while not any(events & select.POLLHUP for _, events in poller.poll()):
         child.looked.clear()
-        if not child.looked.wait(GRACE_S) and poller.poll(0):
+        if not child.looked.wait(GRACE_S) and _ends_epoch(child.control.peek()):
             abort()
+
+
+def _ends_epoch(frame: bytes | None) -> bool:
+    if frame is None:
+        return False
+    try:
+        return isinstance(decode_to_child(frame), StartEpoch | Exit)
+    except BadFrame:
+        return False

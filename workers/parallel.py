@@ -7,6 +7,7 @@ group of one exchanges nothing. Knows tensors; never models.
 R rows of the step, N hidden size, V vocabulary columns of one rank.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_
 from nvserve.workers.roll_call import RollCall
 from nvserve.workers.step_result import PeerLost, Wait
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_LIMIT_S: Final = 20.0  # of a collective, and of connecting once all have shown up
 ABORT_LIMIT_S: Final = 10.0  # of NCCL's abort, which took 0.9 s with a dead peer
 POLL_S: Final = 0.01  # between two looks at what is awaited
@@ -41,6 +44,13 @@ _ENVIRONMENT: Final = {
 _gather_into: Final = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
+
+
+def _abort_nccl() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except Exception:
+        logger.exception("NCCL's abort failed")  # leave() sees that the group is still there
 
 
 class TensorParallel:
@@ -70,6 +80,7 @@ class TensorParallel:
         self._is_nccl = False
         self._crossover: Crossover | None = None  # found in the first epoch
         self.peers: PeerMemory | None = None  # of this epoch, where the GPUs reach each other's
+        self._is_aborted = False  # what fails from now on fails because of peers
         self._aborting: Thread | None = None
         self._abort_lock: Final = Lock()
 
@@ -83,7 +94,7 @@ class TensorParallel:
         PeerLost when a rank that had shown up is gone before it has connected.
         """
         self.leave()
-        self.peers = None
+        self.release()
         if self.size == 1:
             return
         for name, value in _ENVIRONMENT.items():
@@ -106,7 +117,7 @@ class TensorParallel:
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
         if self._is_nccl and self._layout is not None:
-            self.peers = open_for_all(self._layout, roll, f"nvserve-e{epoch}", launch_dir)
+            self.peers = open_for_all(self._layout, roll, Path(launch_dir) / f"e{epoch}.memory")
         if self.peers is not None:
             self._crossover = agree_on_crossover(
                 self.peers, roll, dist.all_reduce, wait, known=self._crossover
@@ -124,32 +135,54 @@ class TensorParallel:
         nothing on the device waits for peers.
         """
         with self._abort_lock:
+            self._is_aborted = True
             if self.peers is not None:
                 self.peers.abort()
             if self._is_nccl and self._aborting is None and dist.is_initialized():
-                abort = dist.distributed_c10d._abort_process_group
-                self._aborting = Thread(target=abort, daemon=True)
+                self._aborting = Thread(target=_abort_nccl, daemon=True)
                 self._aborting.start()
+
+    @contextmanager
+    def blaming_peers(self) -> Iterator[None]:
+        """What goes wrong inside after an abort is PeerLost: it did so because of the abort."""
+        try:
+            yield
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if isinstance(error, PeerLost) or not self._is_aborted:
+                raise
+            raise PeerLost(f"rank {self.rank}, whose group is gone: {error}") from error
 
     def leave(self) -> None:
         """Drop the group, if any.
 
-        With gloo this frees the peers that wait in a collective; with NCCL it frees our own device.
-        PeerLost when it cannot be freed.
+        With gloo this frees the peers that wait in a collective; NCCL first wants `abort`, and that
+        no graph holds a collective of its any more. PeerLost when the group cannot be left.
         """
         self.abort()
-        if self._aborting is None:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            return
+        if self._aborting is not None:
+            self._await_abort(self._aborting)
+            self._aborting = None
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        self._is_aborted = False
+
+    def _await_abort(self, aborting: Thread) -> None:
         deadline = time.monotonic() + ABORT_LIMIT_S
-        while self._aborting.is_alive():
+        while aborting.is_alive():
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank {self.rank}: NCCL did not abort in {ABORT_LIMIT_S:g} s")
             if self._page is not None:
                 self._page.beat()
-            self._aborting.join(POLL_S)
-        self._aborting = None
+            aborting.join(POLL_S)
+        if dist.is_initialized():
+            raise PeerLost(f"rank {self.rank}: NCCL did not abort")
+
+    def release(self) -> None:
+        """Give back the memory that peers shared, once the device is done with the epoch."""
+        with self._abort_lock:
+            peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.close()
 
     # -- exchanges -----------------------------------------------------------------------------
 
@@ -231,7 +264,7 @@ class TensorParallel:
             self._page.beat()
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter once the group is gone
             raise PeerLost(f"rank {self.rank} lost a peer: {error}") from error
         if self._page is not None:
             self._page.collectives_left += 1

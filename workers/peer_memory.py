@@ -9,18 +9,16 @@ N columns, R rows of a step.
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import _SymmetricMemory
-from torch.distributed.distributed_c10d import GroupName
 
 from nvserve.kernels import all_reduce
 from nvserve.kernels.all_reduce import Addends, Meeting
+from nvserve.workers.descriptors import exchange_descriptors
+from nvserve.workers.mapped_memory import MappedMemory
 from nvserve.workers.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
@@ -77,18 +75,18 @@ class PeerMemory:
         mine: torch.Tensor,
         addresses: Sequence[int],
         abort: torch.Tensor,
-        owner: object = None,
+        owned: Sequence[MappedMemory] = (),
     ) -> None:
         """`mine` is this rank's allocation, uint8 and zero; addresses are of all ranks', mapped.
 
-        `abort` is an int32 [1] of host memory that the device reads; `owner` is kept alive. The
-        crossover is for the caller to set.
+        `abort` is an int32 [1] of host memory that the device reads; `close` gives back
+        what is `owned`. The crossover is for the caller to set.
         """
         device = mine.device
         self.rank: Final = rank
         self._layout: Final = layout
         self.width: Final = layout.width
-        self._owner: Final = owner
+        self._owned: Final = owned
         self.crossover = Crossover(MAX_ROWS, MAX_ROWS)
         self._abort: Final = abort
         self.meeting: Final = Meeting(
@@ -146,6 +144,11 @@ class PeerMemory:
     def _is_two_shot(self, num_rows: int) -> bool:
         return num_rows > self.crossover.one_shot_rows
 
+    def close(self) -> None:
+        """Give the memory back, once the device is done with it."""
+        for memory in self._owned:
+            memory.close()
+
     def abort(self) -> None:
         """Have every kernel that waits for a peer, and those behind it, give up; any thread may.
 
@@ -158,59 +161,68 @@ def _addresses(bases: Sequence[int], offset: int, device: torch.device) -> torch
     return torch.tensor([base + offset for base in bases], dtype=torch.int64, device=device)
 
 
-def open_for_all(layout: Layout, roll: RollCall, name: str, launch_dir: str) -> PeerMemory | None:
+def open_for_all(layout: Layout, roll: RollCall, path: Path) -> PeerMemory | None:
     """The memory of this process' current GPU and its peers; None, for all ranks, where one cannot.
 
-    All ranks call this, and `name` is new with every epoch.
+    All ranks call this; `path` is the beginning of file names, and new with every epoch.
     """
-    mine = torch.cuda.current_device()
-    others = (rank for rank in range(torch.cuda.device_count()) if rank != mine)
-    reaches_all = all(torch.cuda.can_device_access_peer(mine, other) for other in others)
+    device = torch.cuda.current_device()
+    mine = _offer(layout, device)
     # Nobody may be alone where all must come.
-    if not roll.all_agree("reaches", reaches_all and layout.is_possible):
-        logger.info("the GPUs do not reach each other's memory: NCCL does all sums")
+    mapped = None
+    if roll.all_agree("offers", mine is not None) and mine is not None:
+        mapped = _map_all(mine, roll, path, device)
+    if roll.all_agree("maps", mapped is not None) and mapped is not None and mine is not None:
+        addresses = [memory.address for memory in mapped]
+        return PeerMemory(roll.rank, layout, mine.tensor(), addresses, pinned_word(), mapped)
+    logger.info("ranks do not share their memory: NCCL does all sums")
+    for memory in mapped or ([] if mine is None else [mine]):
+        memory.close()
+    return None
+
+
+def _offer(layout: Layout, device: int) -> MappedMemory | None:
+    """What this rank gives, zero; None where it cannot, or has no use for what the others give."""
+    others = (other for other in range(torch.cuda.device_count()) if other != device)
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        return None
+    if not layout.is_possible:
         return None
     try:
-        memory = open_peer_memory(roll.rank, layout, name, launch_dir)
+        return MappedMemory.allocate(layout.num_bytes, device)
+    except (ImportError, RuntimeError) as error:
+        logger.warning("no memory for peers: %s", error)
+        return None
+
+
+def _map_all(
+    mine: MappedMemory, roll: RollCall, path: Path, device: int
+) -> list[MappedMemory] | None:
+    """The memory of all ranks, in rank order; None where a peer's cannot be mapped."""
+    exported = mine.export()
+    try:
+        descriptors = exchange_descriptors(path, roll, exported)
+    finally:
+        os.close(exported)
+    mapped: list[MappedMemory] = []
+    try:
+        for rank, descriptor in enumerate(descriptors):
+            if rank == roll.rank:
+                mapped.append(mine)
+            else:
+                mapped.append(MappedMemory.of_descriptor(descriptor, mine.num_bytes, device))
     except RuntimeError as error:
-        logger.warning("no peer memory, NCCL does all sums: %s", error)
-        memory = None
-    return memory if roll.all_agree("opened", memory is not None) else None
-
-
-def open_peer_memory(rank: int, layout: Layout, name: str, launch_dir: str) -> PeerMemory:
-    """Allocate on this process' current GPU, and map what the peers have; all ranks call this.
-
-    `name` is new with every epoch. RuntimeError where the GPUs cannot reach each other's memory.
-    """
-    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
-    assert group is not None, "joined before"
-    mine = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device)
-    mine.zero_()
-    torch.cuda.current_stream().synchronize()  # before any peer can write there
-    # Under a name of its own, since the library remembers groups by name, also those that are gone.
-    c10d._register_process_group(GroupName(name), group)
-    try:
-        with _temporary_files_in(launch_dir):
-            handle = _SymmetricMemory.rendezvous(mine, name)
+        logger.warning("no memory of rank %d: %s", len(mapped), error)
+        for memory in mapped:
+            if memory is not mine:
+                memory.close()
+        return None
     finally:
-        c10d._unregister_process_group(GroupName(name))
-    addresses = list(handle.buffer_ptrs)
-    if addresses[rank] != mine.data_ptr():
-        raise RuntimeError("symmetric memory does not begin where its tensor does")
-    abort = torch.zeros(1, dtype=torch.int32).pin_memory()
-    return PeerMemory(rank, layout, mine, addresses, abort, owner=handle)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return mapped
 
 
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """torch binds a socket there, which a rank that is killed leaves behind."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+def pinned_word() -> torch.Tensor:
+    """An int32 of host memory, 0, that the device can read."""
+    return torch.zeros(1, dtype=torch.int32).pin_memory()

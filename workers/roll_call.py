@@ -20,14 +20,14 @@ class RollCall:
         self.rank: Final = rank
         self.size: Final = size
         self._store: Final = store
-        self._wait: Final = wait
+        self.wait: Final = wait
 
     def hear_all(self, question: str, answer: str) -> list[str]:
         """Give this rank's answer, and wait for those of all, in rank order."""
         self._store.set(f"{question}{self.rank}", answer)
         everyone = [f"{question}{rank}" for rank in range(self.size)]
         while not self._store.check(everyone):
-            self._wait()
+            self.wait()
         return [self._store.get(key).decode() for key in everyone]
 
     def all_agree(self, question: str, is_yes: bool) -> bool:
