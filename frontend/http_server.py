@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with the limits it lacks, and a server that leaves signals alone.
 
-Adds: a bound on header bytes (431), a time limit for headers (408), one for readers that take
-nothing, errors in OpenAI's form, and the connection's transport in scope["extensions"], so that a
-step's fan-out can write to it.
+Adds: bounds on header bytes (431) and on connections (503), a time limit for headers (408), one for
+readers that take nothing, errors in OpenAI's form, and the connection's transport in
+scope["extensions"], so that a step's fan-out can write to it.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nvserve.frontend.errors import ApiError
+from nvserve.protocol.descriptors import most_clients
 
 TRANSPORT: Final = "nvserve.transport"
 MAX_HEADER_BYTES: Final = 64 << 10  # of one request, names and values and the path
@@ -24,6 +25,7 @@ HEADER_LIMIT_S: Final = 15.0  # from the connection's start, or a request's firs
 KEEP_ALIVE_S: Final = 75
 REST_LIMIT_S: Final = 60.0  # for the rest of a body that nobody reads
 STALL_LIMIT_S: Final = 30.0  # for a reader to take what waits for it
+SHARE: Final = 0.75  # of the connections that the process has room for; the rest is the ZMQ door's
 PROBE_S: Final = 0.3  # between looks at a connection that is not read
 ESTABLISHED: Final = b"\x01"  # the first byte of TCP_INFO while neither side has closed
 
@@ -31,6 +33,7 @@ _REASONS: Final = {
     400: b"Bad Request",
     408: b"Request Timeout",
     431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
 }
 _TOO_LARGE: Final = f"headers of more than {MAX_HEADER_BYTES} bytes"
 
@@ -54,6 +57,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         super().connection_made(transport)
         self._arm_header_timer()
+        if len(self.connections) > most_clients(SHARE):
+            self._refuse(503, "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm_header_timer()

@@ -7,7 +7,6 @@ launcher starts it as `python -m nvserve.frontend.main FD PARENT_PID`.
 import asyncio
 import logging
 import os
-import resource
 import socket
 import sys
 from typing import Final
@@ -36,13 +35,13 @@ from nvserve.protocol.control import (
     Searching,
     ToChild,
 )
+from nvserve.protocol.descriptors import raise_limit
 from nvserve.protocol.progress import Phase
 
 logger = logging.getLogger(__name__)
 
 BEAT_S: Final = 0.2
 START_FAILURE: Final = 2  # exit status
-MAX_DESCRIPTORS: Final = 65536  # wanted; a shell's usual 1024 is less than a full queue of clients
 
 
 class Frontend:
@@ -138,7 +137,7 @@ def main() -> None:
     child = bootstrap(sys.argv)
     config = child.setup.config
     child.page.beat(Phase.LOADING)
-    _raise_descriptor_limit()
+    raise_limit()
     child.send(Progress("tokenizer"))
     try:
         tokenizer = Tokenizer(config.model, config.max_model_len)
@@ -146,15 +145,6 @@ def main() -> None:
     except StartFailure as error:
         child.send(Failed(str(error)))
         sys.exit(START_FAILURE)
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        soft = max(soft, min(MAX_DESCRIPTORS, hard))
-    elif soft != resource.RLIM_INFINITY:
-        soft = max(soft, MAX_DESCRIPTORS)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def _serve(child: Child, tokenizer: Tokenizer) -> None:

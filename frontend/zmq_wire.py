@@ -20,10 +20,12 @@ from nvserve.frontend.zmtp import (
     encode_ping,
 )
 from nvserve.protocol.client_messages import MAX_CLIENT_FRAME_BYTES
+from nvserve.protocol.descriptors import most_clients
 
 logger = logging.getLogger(__name__)
 
 MAX_WIRES: Final = 4096  # connections, welcomed or not
+SHARE: Final = 0.25  # of the connections that the process has room for; the rest is HTTP's
 MAX_STRANGER_BYTES: Final = 16 << 10  # of a frame, and unsent, before the welcome
 STRANGER_LIMIT_S: Final = 30.0  # to be welcomed
 MAX_ALL_UNREAD_BYTES: Final = 256 << 20  # of frames not whole yet; beyond it the largest goes
@@ -239,7 +241,8 @@ class Listener:
 
     def enter(self, wire: Wire) -> bool:
         """A new connection; False when there are too many."""
-        if len(self._wires) >= MAX_WIRES or self._server is None:
+        most = min(MAX_WIRES, most_clients(SHARE))
+        if len(self._wires) >= most or self._server is None:
             return False
         self._wires.add(wire)
         return True

@@ -14,6 +14,7 @@ from nvserve.protocol.child import die_with_parent
 from nvserve.protocol.config import Config
 from nvserve.scripts import launch_dir, listener
 from nvserve.scripts.children import API_KEY_VARIABLE
+from nvserve.scripts.descriptors import TooFewDescriptors, check_limit
 from nvserve.scripts.device import has_gpu
 from nvserve.scripts.display import Display
 from nvserve.scripts.exit_codes import ExitCode
@@ -276,10 +277,11 @@ def launch(
     path = None if model is None else Path(model)
     config = build_config(path, settings, has_key=bool(api_key))
     try:
+        check_limit(config)
         http = listener.listen(config.host, config.port)
         launch_dir.sweep()
         directory = launch_dir.LaunchDir()
-    except (listener.ListenError, launch_dir.LaunchDirError) as error:
+    except (TooFewDescriptors, listener.ListenError, launch_dir.LaunchDirError) as error:
         raise click.ClickException(str(error)) from error
     outlet = Outlet()
     try:

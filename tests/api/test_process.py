@@ -3,8 +3,11 @@
 import json
 import os
 import resource
+import select
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from api.frontend_process import FrontendProcess
 
 from nvserve.protocol.codec import encode
 from nvserve.protocol.control import Exit, Failed
+from nvserve.protocol.messages import Hello
 from nvserve.protocol.progress import Phase, page_path, read_page
 
 
@@ -116,6 +120,25 @@ def test_it_takes_as_many_descriptors_as_it_may() -> None:
         assert soft == (min(65536, hard) if hard != resource.RLIM_INFINITY else 65536)
     finally:
         frontend.close()
+
+
+def test_a_frontend_full_of_clients_has_room_for_another_core(frontend: FrontendProcess) -> None:
+    """ZeroMQ would end it."""
+    _, hard = resource.prlimit(frontend.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(frontend.process.pid, resource.RLIMIT_NOFILE, (128, hard))
+    host, _, door = frontend.endpoint.removeprefix("tcp://").rpartition(":")
+    with ExitStack() as stack:
+        by_http = []
+        for number in range(300):
+            port = frontend.port if number % 2 else int(door)
+            connection = socket.create_connection((host, port), timeout=EVENT_LIMIT_S)
+            stack.callback(connection.close)
+            by_http += [connection] if number % 2 else []
+        answered = select.select(by_http, [], [], EVENT_LIMIT_S)[0]
+        assert answered[0].recv(65536).startswith(b"HTTP/1.1 503 "), "it is not full"
+        frontend.new_core().wait_until(lambda core: bool(core.of_type(Hello)))
+    frontend.wait_connected()
+    assert frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
 def test_nothing_stays_open_after_a_burst(shared: FrontendProcess) -> None:
