@@ -27,6 +27,7 @@ BEGIN: Final = "begin"  # of an epoch, in a worker
 MESSAGE_KINDS: Final = frozenset(
     {FaultKind.DROP, FaultKind.DELAY, FaultKind.DUPLICATE, FaultKind.CORRUPT}
 )
+PROMPT_MESSAGES: Final = (Submit.__name__, SchedulerOutput.__name__)  # that carry prompt ids
 
 
 class InjectedFault(RuntimeError):

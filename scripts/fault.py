@@ -31,11 +31,16 @@ IMMEDIATE: Final = frozenset({FaultKind.KILL, FaultKind.STOP})
     help="Where it strikes: at a step or a new epoch (workers), or when a message is sent.",
 )
 @click.option(
-    "--message", default="", help="Name of the message, such as ModelOutput; any if empty."
+    "--message", default="", help="At send: name of the message, such as Emits; any if empty."
 )
-@click.option("--seconds", type=float, default=1.0, help="Of slow and delay.")
-@click.option("--count", type=int, default=1, help="How often.")
-@click.option("--token", type=int, default=-1, help="Only with this token id in a prompt.")
+@click.option("--seconds", type=click.FloatRange(0), default=1.0, help="Of slow and delay.")
+@click.option("--count", type=click.IntRange(1), default=1, help="How often.")
+@click.option(
+    "--token",
+    type=int,
+    default=-1,
+    help="Only with this token id in a prompt: at launch, or at send of Submit or SchedulerOutput.",
+)
 @click.option("--seed", type=int, default=None, help="Of everything drawn.  [default: drawn]")
 @click.option("--port", type=int, default=None, help="Of the server, when several are running.")
 def fault(
@@ -57,7 +62,7 @@ def fault(
     name = process_name(process)
     seed = random.SystemRandom().getrandbits(31) if seed is None else seed
     fault_kind = FaultKind(kind)
-    point = phase or _usual_point(fault_kind, name)
+    point = SEND if fault_kind in MESSAGE_KINDS else phase or _usual_point(fault_kind, name)
     if step is None and point == LAUNCH:
         present = _present_step(directory, name)
         step = present + random.Random(seed).randint(1, MAX_STEPS_AHEAD)
@@ -73,8 +78,7 @@ def fault(
 def _usual_point(kind: FaultKind, name: str) -> str:
     if kind in IMMEDIATE:
         return ""
-    has_steps = name.startswith(("worker", "spare"))
-    return LAUNCH if has_steps and kind not in MESSAGE_KINDS else SEND
+    return LAUNCH if name.startswith(("worker", "spare")) else SEND
 
 
 def _present_step(directory: Path, name: str) -> int:

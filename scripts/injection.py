@@ -5,12 +5,20 @@ Knows children and orders; whether a launch allows faults at all is told at the 
 
 import signal
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 from nvserve.protocol.control import FaultKind, Inject, Role
-from nvserve.protocol.faults import BEGIN, LAUNCH, MESSAGE_KINDS, SEND
+from nvserve.protocol.faults import BEGIN, LAUNCH, MESSAGE_KINDS, PROMPT_MESSAGES, SEND
+from nvserve.protocol.messages import (
+    FromWorker,
+    ModelOutput,
+    StepDone,
+    ToCore,
+    ToFrontend,
+    ToWorker,
+)
 from nvserve.scripts.children import Child
 from nvserve.scripts.control_socket import Reply
 
@@ -22,6 +30,12 @@ POSSIBLE: Final = {  # kinds by point
     Role.FRONTEND: AT_A_MESSAGE,
     Role.CORE: AT_A_MESSAGE,
     Role.WORKER: {LAUNCH: ANYWHERE | STEP_KINDS, BEGIN: ANYWHERE} | AT_A_MESSAGE,
+}
+AT_ONCE: Final = "at once"  # a kill or stop without a point
+SENT: Final[dict[Role, list[type]]] = {
+    Role.FRONTEND: [*get_args(ToCore)],
+    Role.CORE: list(dict.fromkeys(get_args(ToFrontend) + get_args(ToWorker))),
+    Role.WORKER: [*get_args(FromWorker)],
 }
 
 
@@ -72,13 +86,59 @@ class Injection:
 def complain(role: Role, name: str, order: Inject) -> str | None:
     """Why a process of this role cannot do that, with all that it can; None when it can."""
     if order.kind in IMMEDIATE and not order.phase:
-        return None
+        return _complain_of_options(role, name, order, AT_ONCE)
     point = SEND if order.kind in MESSAGE_KINDS else order.phase
     possible = POSSIBLE[role]
     if order.kind in possible.get(point, ()):
-        return None
+        return _complain_of_options(role, name, order, point)
     listed = "; ".join(
         f"at {place} " + ", ".join(kind.value for kind in FaultKind if kind in kinds)
         for place, kinds in possible.items()
     )
     return f"{name} cannot do {order.kind.value} at {point or 'no point'}; it can do: {listed}"
+
+
+def _complain_of_options(role: Role, name: str, order: Inject, point: str) -> str | None:
+    """Why the fault could never strike, or would strike as if an option had not been given."""
+    sent = _sent_by(role, name)
+    if order.message and point != SEND:
+        place = point if point == AT_ONCE else f"at {point}"
+        return f"--message says nothing {place}: it is for faults at {SEND}"
+    if order.message and order.message not in sent:
+        return f"--message {order.message}: {name} never sends it; it sends: {', '.join(sent)}"
+    if order.token >= 0 and not _sees_tokens(sent, order, point):
+        return f"--token says nothing {_place(order, point)}: it is for {_token_places()}"
+    if order.step >= 0 and point != LAUNCH:
+        return f"--step says nothing {_place(order, point)}: it is for a worker's faults at launch"
+    return None
+
+
+def _sent_by(role: Role, name: str) -> list[str]:
+    """The names of the messages that this process sends."""
+    sent = [message.__name__ for message in SENT[role]]
+    if role is Role.WORKER and not name.startswith("spare"):  # which may get any rank
+        sent.remove((StepDone if name == "worker 0" else ModelOutput).__name__)
+    return sent
+
+
+def _sees_tokens(sent: list[str], order: Inject, point: str) -> bool:
+    """Prompts pass here: in a worker's steps, and in some messages."""
+    if point != SEND:
+        return point == LAUNCH
+    return any(name in sent and order.message in ("", name) for name in PROMPT_MESSAGES)
+
+
+def _place(order: Inject, point: str) -> str:
+    of = f" of {order.message}" if order.message else ""
+    return point if point == AT_ONCE else f"at {point}{of}"
+
+
+def _token_places() -> str:
+    places = [f"{role.value} at {LAUNCH}" for role, points in POSSIBLE.items() if LAUNCH in points]
+    places += [
+        f"{role.value} at {SEND} of {message.__name__}"
+        for role, messages in SENT.items()
+        for message in messages
+        if message.__name__ in PROMPT_MESSAGES
+    ]
+    return ", ".join(places)

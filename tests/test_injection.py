@@ -58,6 +58,109 @@ def test_a_point_that_would_never_strike_is_refused(role: Role, order: Inject) -
     )
 
 
+TOKEN_PLACES = "worker at launch, frontend at send of Submit, core at send of SchedulerOutput"
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "option"),
+    [
+        (
+            "worker 0",
+            Inject(FaultKind.CRASH, phase=BEGIN, token=5),
+            "--token says nothing at begin",
+        ),
+        ("worker 0", Inject(FaultKind.CRASH, phase=SEND, token=5), "--token says nothing at send"),
+        ("worker 1", Inject(FaultKind.DROP, token=5), "--token says nothing at send"),
+        ("worker 1", Inject(FaultKind.KILL, token=5), "--token says nothing at once"),
+        (
+            "core",
+            Inject(FaultKind.CRASH, phase=SEND, message="Emits", token=5),
+            "--token says nothing at send of Emits",
+        ),
+        (
+            "frontend",
+            Inject(FaultKind.DROP, message="Abort", token=5),
+            "--token says nothing at send of Abort",
+        ),
+    ],
+)
+def test_a_token_where_no_prompt_passes_is_refused(name: str, order: Inject, option: str) -> None:
+    complaint = complain(Role(name.split()[0]), name, order)
+    assert complaint == f"{option}: it is for {TOKEN_PLACES}"
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "complaint"),
+    [
+        (
+            "frontend",
+            Inject(FaultKind.DROP, message="Emits"),
+            "--message Emits: frontend never sends it; it sends: Hello, Submit, Abort, Finish",
+        ),
+        (
+            "core",
+            Inject(FaultKind.CRASH, phase=SEND, message="Submit"),
+            "--message Submit: core never sends it; it sends: Hello, Accepted, Refused, Emits, "
+            "CoreStats, Strikes, SchedulerOutput",
+        ),
+        (
+            "worker 1",
+            Inject(FaultKind.DELAY, message="ModelOutput"),
+            "--message ModelOutput: worker 1 never sends it; it sends: Hello, StepDone, "
+            "StepFailed, Gap",
+        ),
+        (
+            "worker 0",
+            Inject(FaultKind.CRASH, phase=LAUNCH, message="ModelOutput"),
+            "--message says nothing at launch: it is for faults at send",
+        ),
+        (
+            "worker 0",
+            Inject(FaultKind.STOP, message="ModelOutput"),
+            "--message says nothing at once: it is for faults at send",
+        ),
+        (
+            "worker 0",
+            Inject(FaultKind.CRASH, phase=BEGIN, step=3),
+            "--step says nothing at begin: it is for a worker's faults at launch",
+        ),
+        (
+            "core",
+            Inject(FaultKind.DROP, step=3),
+            "--step says nothing at send: it is for a worker's faults at launch",
+        ),
+        (
+            "core",
+            Inject(FaultKind.KILL, step=3),
+            "--step says nothing at once: it is for a worker's faults at launch",
+        ),
+    ],
+)
+def test_an_option_that_could_never_match_is_refused(
+    name: str, order: Inject, complaint: str
+) -> None:
+    assert complain(Role(name.split()[0]), name, order) == complaint
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("worker 0", Inject(FaultKind.CRASH, phase=LAUNCH, token=5, step=3)),
+        ("worker 0", Inject(FaultKind.KILL, phase=SEND, message="ModelOutput")),
+        ("worker 1", Inject(FaultKind.DROP, message="StepDone")),
+        ("spare", Inject(FaultKind.DROP, message="ModelOutput")),
+        ("spare", Inject(FaultKind.DROP, message="StepDone")),
+        ("core", Inject(FaultKind.CRASH, phase=SEND, token=5)),
+        ("core", Inject(FaultKind.CRASH, phase=SEND, message="SchedulerOutput", token=5)),
+        ("frontend", Inject(FaultKind.STOP, phase=SEND, message="Submit", token=5)),
+        ("frontend", Inject(FaultKind.DROP, message="Finish")),
+    ],
+)
+def test_an_option_that_can_match_is_taken(name: str, order: Inject) -> None:
+    role = Role.WORKER if name == "spare" else Role(name.split()[0])
+    assert complain(role, name, order) is None
+
+
 @pytest.fixture
 def core(tmp_path: Path) -> Iterator[Child]:
     """A process that counts the frames it is sent, and says how many at their end."""
