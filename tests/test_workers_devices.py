@@ -1,15 +1,17 @@
-"""Which GPU each rank takes, and what joins the ranks: found out without a GPU."""
+"""Which GPU each rank takes, what joins the ranks and how they part: found out without a GPU."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from step_driver import make_engine, save_model
 
 from nvserve.workers.devices import Place, choose_gpu
 from nvserve.workers.parallel import TensorParallel
-from nvserve.workers.step_result import ModelRefused
+from nvserve.workers.step_result import ModelRefused, PeerLost
 
 
 @pytest.mark.parametrize("may_share", [False, True])
@@ -64,3 +66,93 @@ def test_nccl_joins_ranks_on_gpus_of_their_own_and_gloo_all_others(
 
 def _never(seconds: float) -> None:
     raise AssertionError("all ranks are there")
+
+
+# -- parting ---------------------------------------------------------------------------------------
+
+
+class Nccl:
+    """A group whose abort lasts until no graph is left, as NCCL's does; `told` is what happened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.graphs_gone = threading.Event()
+        self.is_up = True
+        monkeypatch.setattr(dist, "is_initialized", lambda: self.is_up)
+        monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", self.abort)
+
+    def abort(self) -> None:
+        self.told.append("abort")
+        if self.graphs_gone.wait(30.0):
+            self.is_up = False
+
+    def group(self) -> TensorParallel:
+        parallel = TensorParallel(0, 2)
+        parallel._is_nccl = True  # as after join() on GPUs
+        return parallel
+
+
+class Graphs:
+    """A runner that has some."""
+
+    def __init__(self, nccl: Nccl) -> None:
+        self.nccl = nccl
+
+    def drop_graphs(self) -> None:
+        self.nccl.told.append("drop")
+        self.nccl.graphs_gone.set()
+
+
+def test_graphs_go_before_the_end_of_an_abort_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "model", "LlamaForCausalLM")
+    engine = make_engine(tmp_path / "model", tmp_path)
+    nccl = Nccl(monkeypatch)
+    monkeypatch.setattr(engine, "_parallel", nccl.group())
+    monkeypatch.setattr(engine, "_runner", Graphs(nccl))
+    engine.end()
+    assert nccl.told == ["abort", "drop"]
+    assert not nccl.is_up
+    engine.end()  # has nothing left to abort
+    assert nccl.told == ["abort", "drop", "drop"]
+
+
+def test_what_fails_after_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = Nccl(monkeypatch)
+    parallel = nccl.group()
+    with pytest.raises(ValueError, match="before"), parallel.blaming_peers():
+        raise ValueError("before")
+    parallel.abort()
+    parallel.abort()  # by the lifeline as well as by the main loop
+    with pytest.raises(PeerLost, match="no such group"), parallel.blaming_peers():
+        raise ValueError("no such group")
+    with pytest.raises(KeyError), parallel.blaming_peers():
+        raise KeyError("a newer epoch begins")
+    nccl.graphs_gone.set()
+    parallel.leave()
+    assert nccl.told == ["abort"]
+    with pytest.raises(ValueError, match="later"), parallel.blaming_peers():
+        raise ValueError("later")
+
+
+def test_an_abort_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvserve.workers.parallel.ABORT_LIMIT_S", 0.05)
+    nccl = Nccl(monkeypatch)
+    parallel = nccl.group()
+    with pytest.raises(PeerLost, match="did not abort in"):
+        parallel.leave()
+    nccl.graphs_gone.set()
+    monkeypatch.setattr("nvserve.workers.parallel.ABORT_LIMIT_S", 30.0)
+    parallel.leave()  # also ends the thread before the next test
+
+
+def test_an_abort_that_fails_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = Nccl(monkeypatch)
+
+    def refuse() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", refuse)
+    with pytest.raises(PeerLost, match="did not abort"):
+        nccl.group().leave()
