@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,6 @@ def test_a_run_strikes_both_ranks_loses_nothing_and_writes_it_down(tmp_path: Pat
         spreads = result["seconds"][kind]
         assert spreads["pause"]["num"] == 6
         assert spreads["total"]["p50"] <= spreads["total"]["p95"] <= spreads["total"]["max"]
-    assert result["seconds"]["stop"]["detected"]["p50"] >= 2.0, "a hang lasts for --hang-timeout"
     assert result["gpu_memory_bytes"] is None, "on a CPU"
     assert "passed" in text
     assert list((tmp_path / "left").iterdir()) == []
@@ -236,9 +236,10 @@ def test_ctrl_c_leaves_nothing_behind_but_what_was_found(tmp_path: Path) -> None
 
 
 def children_of(pid: int) -> set[int]:
-    """All processes below this one."""
+    """All processes below this one; of what ends meanwhile some may be missing."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found |= {int(child)} | children_of(int(child))
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found |= {int(child)} | children_of(int(child))
     return found
