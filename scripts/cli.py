@@ -4,12 +4,14 @@ import importlib
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
 
 import nvserve
 from nvserve.scripts.entry import FAREWELL, INTERRUPTED
+from nvserve.scripts.interrupts import raised_once
 
 # name -> (module, command in it, one line of help)
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
@@ -50,8 +52,14 @@ BENCHMARKS: Final[dict[str, tuple[str, str, str]]] = {
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one when it is called."""
 
-    def __init__(self, name: str, lazy: dict[str, tuple[str, str, str]], text: str) -> None:
-        super().__init__(name=name, help=text, no_args_is_help=True)
+    def __init__(
+        self,
+        name: str,
+        lazy: dict[str, tuple[str, str, str]],
+        text: str,
+        callback: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(name=name, help=text, no_args_is_help=True, callback=callback)
         self._lazy: Final = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -83,8 +91,15 @@ class LazyGroup(click.Group):
             formatter.write_dl(rows)
 
 
+def put_away_at_interrupts() -> None:
+    """A benchmark has servers and folders of its own: Ctrl-C lets it end them."""
+    click.get_current_context().with_resource(raised_once())
+
+
 group = LazyGroup("nvserve", COMMANDS, nvserve.__doc__ or "")
-group.add_command(LazyGroup("bench", BENCHMARKS, "Measure parts of nvserve."))
+group.add_command(
+    LazyGroup("bench", BENCHMARKS, "Measure parts of nvserve.", put_away_at_interrupts)
+)
 
 
 @group.command()

@@ -50,13 +50,15 @@ def watched() -> Iterator[Interrupts]:
     if before is signal.SIG_IGN:
         yield interrupts
         return
-    signal.signal(signal.SIGALRM, _notice)  # and so for good: one may be on its way at the end
+    alarm = signal.signal(signal.SIGALRM, _notice)
     timer = signal.setitimer(signal.ITIMER_REAL, NOTICE_S, NOTICE_S)
     signal.signal(signal.SIGINT, interrupts.note)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 

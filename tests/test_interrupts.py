@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from nvserve.scripts import entry
+from nvserve.scripts.cli import LazyGroup, put_away_at_interrupts
 from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.interrupts import Interrupts, raised_once, watched
 
@@ -107,6 +110,28 @@ def test_one_that_interrupts_no_call_is_noticed_all_the_same(interrupts: Interru
             thread.join(LIMIT_S)
         os.close(reading)
         os.close(writing)
+
+
+def test_an_interrupted_benchmark_puts_its_things_away_first() -> None:
+    steps = []
+
+    @click.command()
+    def measure() -> None:
+        try:
+            interrupt()
+        finally:
+            steps.append("put away")
+
+    bench = LazyGroup("bench", {}, "", put_away_at_interrupts)
+    bench.add_command(measure)
+    before = signal.signal(signal.SIGINT, lambda *_: steps.append("left at once"))
+    try:
+        result = CliRunner().invoke(bench, ["measure"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == ["put away"]
+    assert result.exit_code == ExitCode.INTERRUPTED
+    assert result.stderr == entry.FAREWELL
 
 
 def test_the_exit_status_is_the_launchers() -> None:
