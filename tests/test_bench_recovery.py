@@ -206,6 +206,7 @@ def test_a_run_strikes_both_ranks_loses_nothing_and_writes_it_down(tmp_path: Pat
         assert spreads["pause"]["num"] == 6
         assert spreads["total"]["p50"] <= spreads["total"]["p95"] <= spreads["total"]["max"]
     assert result["gpu_memory_bytes"] is None, "on a CPU"
+    assert any("recovered in" in line for line in result["server_words"])
     assert "passed" in text
     assert list((tmp_path / "left").iterdir()) == []
 

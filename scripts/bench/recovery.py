@@ -89,6 +89,7 @@ def recovery(**flags: Any) -> None:
             run.findings.shortfall = INTERRUPTED
         finally:
             launch.stop()
+        run.findings.server_words = launch.last_words().splitlines()
     complaint = _complaint(run.findings, config)
     _print(run.findings, complaint)
     write_result(options.output, _result(run.findings, complaint, model, config, options))
@@ -173,4 +174,5 @@ def _result(
         "gpu_memory_bytes": findings.gpu_memory or None,
         "num_left_out": findings.num_left_out,
         "faults": [asdict(fault) for fault in findings.faults],
+        "server_words": findings.server_words,
     }

@@ -58,6 +58,7 @@ class Findings:
     verdict: Verdict | None = None
     min_gap: float = 0.0  # of all references, between the two best log-probabilities
     gpu_memory: dict[str, list[int]] = field(default_factory=dict)  # bytes by GPU
+    server_words: list[str] = field(default_factory=list)  # its last lines
 
 
 def is_exact(config: Config) -> bool:
