@@ -20,6 +20,7 @@ class Link:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         self.socket.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
+        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)  # otherwise names are IPv4's
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.opened = self.heard = time.monotonic()
         self.is_welcome = False

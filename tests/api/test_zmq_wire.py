@@ -125,6 +125,21 @@ def test_submits_that_are_too_long_are_refused_one_by_one(
     is_served(shared)
 
 
+def test_the_door_opens_at_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    frontend = FrontendProcess(zmq_endpoint="tcp://[::1]:*")
+    try:
+        frontend.endpoint = frontend.ready().zmq_endpoint
+        assert frontend.endpoint.startswith("tcp://[::1]:")
+        frontend.new_core()
+        is_served(frontend)
+    finally:
+        frontend.close()
+
+
 def test_a_stranger_has_room_for_a_greeting_only(shared: FrontendProcess) -> None:
     before = most_mb(shared)
     # It may be refused while we are still sending.
