@@ -92,7 +92,7 @@ def test_poisonous_requests(victim: str, row: Row, chaos: Rig) -> None:
     point = ["--phase", "send", "--message", "SchedulerOutput"] if victim == "core" else []
     nvserve(chaos, *("fault", "crash", victim, "--token", str(token), "--step", "-1"), *point)
     body = {"model": "demo", "prompt": [token, 5, 6], "max_tokens": 8, "temperature": 0}
-    for number in row.rounds(5):
+    for number in row.rounds(5, at_least=1):
         chance = random.Random(row.seed + number)
         chaos.settled()
         with chaos.load(chance, extra_bodies=(body,), arrivals_per_s=0.0) as load:
