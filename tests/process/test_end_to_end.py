@@ -128,11 +128,11 @@ def test_a_pool_so_small_that_requests_keep_being_preempted_changes_no_answer(
     words = WORDS.split()
     prompts = [tokenizer.encode(f"{one} and {other}").ids for one in words for other in words]
     num_tokens, num_requests = 120, 12
-    references = ReferenceModel(DEMO_MODEL).clear_references(
-        prompts, num_tokens, frozenset(), num_requests
-    )
     flags = ["--max-model-len", "144", "--num-kv-blocks", "18", "--block-size", "8"]
     with served(Server.launch("--spares", "0", *flags)) as server:
+        references = ReferenceModel(DEMO_MODEL).clear_references(
+            prompts, num_tokens, frozenset(), num_requests
+        )
         url = server.wait_ready()
         num_preemptions = 0.0
         for _ in range(4):  # how often who is preempted hangs on the order of arrival
