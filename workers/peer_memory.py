@@ -167,55 +167,64 @@ def open_for_all(layout: Layout, roll: RollCall, path: Path) -> PeerMemory | Non
     All ranks call this; `path` is the beginning of file names, and new with every epoch.
     """
     device = torch.cuda.current_device()
-    mine = _offer(layout, device)
-    # Nobody may be alone where all must come.
+    offer = _offer(layout, device)
     mapped = None
-    if roll.all_agree("offers", mine is not None) and mine is not None:
-        mapped = _map_all(mine, roll, path, device)
-    if roll.all_agree("maps", mapped is not None) and mapped is not None and mine is not None:
+    # Nobody may be alone where all must come.
+    if roll.all_agree("offers", offer is not None) and offer is not None:
+        mapped = _map_all(offer, roll, path, device)
+    elif offer is not None:
+        os.close(offer.descriptor)
+        offer.memory.close()
+    if roll.all_agree("maps", mapped is not None) and mapped is not None:
         addresses = [memory.address for memory in mapped]
-        return PeerMemory(roll.rank, layout, mine.tensor(), addresses, pinned_word(), mapped)
+        mine = mapped[roll.rank].tensor()
+        return PeerMemory(roll.rank, layout, mine, addresses, pinned_word(), mapped)
     logger.info("ranks do not share their memory: NCCL does all sums")
-    for memory in mapped or ([] if mine is None else [mine]):
+    for memory in mapped or []:
         memory.close()
     return None
 
 
-def _offer(layout: Layout, device: int) -> MappedMemory | None:
-    """What this rank gives, zero; None where it cannot, or has no use for what the others give."""
+class _Offer(NamedTuple):
+    """What a rank gives, all zero, and the open file that stands for it."""
+
+    memory: MappedMemory
+    descriptor: int
+
+
+def _offer(layout: Layout, device: int) -> _Offer | None:
+    """None where this rank cannot give any, or has no use for what the others give."""
     others = (other for other in range(torch.cuda.device_count()) if other != device)
     if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
         return None
     if not layout.is_possible:
         return None
     try:
-        return MappedMemory.allocate(layout.num_bytes, device)
+        memory = MappedMemory.allocate(layout.num_bytes, device)
+        return _Offer(memory, memory.export())
     except (ImportError, RuntimeError) as error:
         logger.warning("no memory for peers: %s", error)
         return None
 
 
-def _map_all(
-    mine: MappedMemory, roll: RollCall, path: Path, device: int
-) -> list[MappedMemory] | None:
-    """The memory of all ranks, in rank order; None where a peer's cannot be mapped."""
-    exported = mine.export()
+def _map_all(offer: _Offer, roll: RollCall, path: Path, device: int) -> list[MappedMemory] | None:
+    """The memory of all ranks, in rank order; None, and ours closed, where a peer's is refused."""
     try:
-        descriptors = exchange_descriptors(path, roll, exported)
+        descriptors = exchange_descriptors(path, roll, offer.descriptor)
     finally:
-        os.close(exported)
+        os.close(offer.descriptor)
     mapped: list[MappedMemory] = []
     try:
         for rank, descriptor in enumerate(descriptors):
             if rank == roll.rank:
-                mapped.append(mine)
+                mapped.append(offer.memory)
             else:
-                mapped.append(MappedMemory.of_descriptor(descriptor, mine.num_bytes, device))
+                num_bytes = offer.memory.num_bytes
+                mapped.append(MappedMemory.of_descriptor(descriptor, num_bytes, device))
     except RuntimeError as error:
         logger.warning("no memory of rank %d: %s", len(mapped), error)
-        for memory in mapped:
-            if memory is not mine:
-                memory.close()
+        for memory in {offer.memory, *mapped}:
+            memory.close()
         return None
     finally:
         for descriptor in descriptors:
