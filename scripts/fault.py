@@ -58,11 +58,13 @@ def fault(
     worker at a step, core and frontend at a message; nan and shape are for a worker's step alone;
     drop, delay, duplicate and corrupt strike always at a message.
     """
+    fault_kind = FaultKind(kind)
+    if fault_kind in MESSAGE_KINDS and phase not in (None, SEND):
+        raise click.UsageError(f"--phase {phase}: {kind} strikes at {SEND} alone")
     directory = find_server(port)
     name = process_name(process)
     seed = random.SystemRandom().getrandbits(31) if seed is None else seed
-    fault_kind = FaultKind(kind)
-    point = SEND if fault_kind in MESSAGE_KINDS else phase or _usual_point(fault_kind, name)
+    point = phase or _usual_point(fault_kind, name)
     if step is None and point == LAUNCH:
         present = _present_step(directory, name)
         step = present + random.Random(seed).randint(1, MAX_STEPS_AHEAD)
@@ -78,7 +80,8 @@ def fault(
 def _usual_point(kind: FaultKind, name: str) -> str:
     if kind in IMMEDIATE:
         return ""
-    return LAUNCH if name.startswith(("worker", "spare")) else SEND
+    has_steps = name.startswith(("worker", "spare"))
+    return LAUNCH if has_steps and kind not in MESSAGE_KINDS else SEND
 
 
 def _present_step(directory: Path, name: str) -> int:

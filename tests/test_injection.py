@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from process.fake_launch import FACTS
 from process.server import wait_for
 
@@ -12,6 +13,7 @@ from nvserve.protocol.config import Config
 from nvserve.protocol.control import FaultKind, Inject, Role, Setup
 from nvserve.protocol.faults import BEGIN, LAUNCH, SEND
 from nvserve.scripts.children import Child
+from nvserve.scripts.fault import fault
 from nvserve.scripts.hangs import ChildId
 from nvserve.scripts.injection import Injection, complain
 
@@ -159,6 +161,22 @@ def test_an_option_that_could_never_match_is_refused(
 def test_an_option_that_can_match_is_taken(name: str, order: Inject) -> None:
     role = Role.WORKER if name == "spare" else Role(name.split()[0])
     assert complain(role, name, order) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["drop", "core", "--phase", "launch"], "--phase launch: drop strikes at send alone"),
+        (["delay", "worker", "0", "--seconds", "-1"], "Invalid value for '--seconds'"),
+        (["crash", "core", "--count", "0"], "Invalid value for '--count'"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_server_is_asked(
+    arguments: list[str], complaint: str
+) -> None:
+    result = CliRunner().invoke(fault, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
 
 
 @pytest.fixture
