@@ -25,6 +25,7 @@ class Meeting:
     rank: int
     size: int
     max_rows: int
+    max_programs: int  # the same on all ranks, and all of them find place on each GPU
     flags: torch.Tensor  # addresses of int32 [2, max_rows, size]: each program's last call, by rank
     calls: torch.Tensor  # int32 [max_rows]: how many a program has been through; ours alone
     given_up: torch.Tensor  # int32 [1] on the device: set once a program has seen `abort`

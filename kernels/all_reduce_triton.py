@@ -1,6 +1,6 @@
 """Triton kernels of all_reduce.py: a program takes every so many rows and meets its twins once.
 
-There are no more programs than multiprocessors, so that none waits for one that has no place.
+There are no more programs than multiprocessors, so that none waits for one without a place.
 """
 
 import torch
@@ -14,7 +14,6 @@ from nvserve.kernels.launch import (
     jit,
     jit_general,
     launch_options,
-    num_sms,
     start_next,
 )
 
@@ -260,7 +259,7 @@ def _launch(
     # Whole groups of 16 bytes, so that what a thread reads at a time has one owner.
     share = triton.cdiv(triton.cdiv(width, meeting.size), 8) * 8
     block = triton.next_power_of_2(width)
-    num_programs = min(num_rows, num_sms(mine.device))
+    num_programs = min(num_rows, meeting.max_programs)
     _all_reduce_kernel[(num_programs,)](
         addends.all,
         addends.sums,

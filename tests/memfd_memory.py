@@ -15,7 +15,10 @@ class MemfdMemory:
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._descriptor = descriptor
-        self._mapping = mmap.mmap(descriptor, num_bytes)
+        try:
+            self._mapping = mmap.mmap(descriptor, num_bytes)
+        except (OSError, ValueError) as error:
+            raise RuntimeError("not to be mapped") from error
         self._bytes = torch.from_numpy(np.frombuffer(self._mapping, dtype=np.uint8))
 
     @staticmethod
@@ -46,5 +49,6 @@ def use_memfds() -> None:
     """In this process, from now on."""
     peer_memory.MappedMemory = MemfdMemory  # type: ignore
     peer_memory.pinned_word = lambda: torch.zeros(1, dtype=torch.int32)
+    peer_memory.num_multiprocessors = lambda device: 3  # programs take several rows
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1

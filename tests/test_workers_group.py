@@ -94,6 +94,7 @@ def test_the_slowest_rank_decides_the_crossover(monkeypatch: pytest.MonkeyPatch)
         {1: (5.0, 6.0, 17.0), 32: (8.0, 7.0, 21.0), 128: (20.0, 13.0, 36.0)},
     ]
     measured = iter(times)  # whichever rank comes first
+    monkeypatch.setattr(crossover, "compile_sums", lambda _: None)
     monkeypatch.setattr(crossover, "check", lambda *_: None)
     monkeypatch.setattr(crossover, "measure", lambda *_: next(measured))
     assert agree([None, None]) == [Crossover(1, 128)] * 2
@@ -112,6 +113,7 @@ def test_sums_that_fail_on_any_rank_are_left_to_nccl_by_all(
         if memory.rank == 1:
             raise SumsFail("injected")
 
+    monkeypatch.setattr(crossover, "compile_sums", lambda _: None)
     monkeypatch.setattr(crossover, "check", check)
     assert agree([None, None]) == [NCCL_ALONE] * 2
     assert memory_of(0).take(0, 1) is not None
@@ -151,19 +153,24 @@ class Fragile(MemfdMemory):
         Fragile.fail("of_descriptor")
         return Fragile(os.dup(descriptor), num_bytes)
 
+    def export(self) -> int:
+        Fragile.fail("export")
+        return super().export()
+
     def close(self) -> None:
         super().close()
         with self.lock:
             Fragile.num_open -= 1
 
 
-@pytest.mark.parametrize("failing", ["", "allocate", "of_descriptor"])
+@pytest.mark.parametrize("failing", ["", "allocate", "export", "of_descriptor"])
 def test_peer_memory_is_for_all_ranks_or_for_none(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(peer_memory, "pinned_word", lambda: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(peer_memory, "num_multiprocessors", lambda _: 3)
     monkeypatch.setattr(peer_memory, "MappedMemory", Fragile)
     monkeypatch.setattr(Fragile, "failing", failing)
     monkeypatch.setattr(Fragile, "num_open", 0)
@@ -175,6 +182,24 @@ def test_peer_memory_is_for_all_ranks_or_for_none(
         memory.close()
     assert Fragile.num_open == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_join_that_is_given_up_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(peer_memory, "MappedMemory", Fragile)
+    monkeypatch.setattr(Fragile, "num_open", 0)
+    for known in ("offers", "bound"):  # how far the other rank has come before it died
+        store = HashStore()
+        store.set("offers1", "yes")
+        if known == "bound":
+            store.set("bound1", "")
+        with pytest.raises(GaveUp):
+            open_for_all(LAYOUT, RollCall(store, 0, 2, give_up), tmp_path / "e0.memory")
+        assert Fragile.num_open == 0
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_descriptors_reach_every_rank_in_rank_order(tmp_path: Path) -> None:

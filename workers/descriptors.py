@@ -45,8 +45,8 @@ def _send(outbox: socket.socket, path: str, roll: RollCall, descriptor: int) -> 
         try:
             # socket.send_fds forgets the address.
             outbox.sendmsg([message], [rights], 0, path)
-        except BlockingIOError:  # it has not read what others sent
-            roll.wait()
+        except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
+            roll.wait()  # it has not read what others sent, or is gone: another epoch will begin
         else:
             return
 
@@ -54,6 +54,8 @@ def _send(outbox: socket.socket, path: str, roll: RollCall, descriptor: int) -> 
 def _receive(inbox: socket.socket, roll: RollCall) -> dict[int, int]:
     with contextlib.suppress(BlockingIOError):
         message, descriptors, _, _ = socket.recv_fds(inbox, MAX_BYTES, 1)
+        if not descriptors:
+            raise RuntimeError("a peer's memory did not come through: too many open files?")
         return {int(message): descriptors[0]}
     roll.wait()
     return {}

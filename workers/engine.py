@@ -65,8 +65,12 @@ class TorchEngine:
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
-        with self._parallel.blaming_peers():
+        try:
             return self._begin(start, launch_dir, wait, report)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if isinstance(error, PeerLost) or not self.is_aborted:
+                raise
+            raise PeerLost(f"the group is gone: {error}") from error
 
     def _begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self._page.beat(Phase.LOADING if self._model is None else Phase.REBUILDING)
@@ -112,11 +116,14 @@ class TorchEngine:
         return self.runner.model.final_norm
 
     def launch(self, step: SchedulerOutput) -> PendingStep:
-        with self._parallel.blaming_peers():
-            return self.runner.launch(step)
+        return self.runner.launch(step)
 
     def prepare_ahead(self) -> bool:
         return self._runner is not None and self._runner.capture_next()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._parallel.is_aborted
 
     def abort(self) -> None:
         self._parallel.abort()

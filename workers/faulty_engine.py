@@ -50,6 +50,10 @@ class FaultyEngine:
     def abort(self) -> None:
         self._engine.abort()
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._engine.is_aborted
+
     def end(self) -> None:
         self._engine.end()
 

@@ -85,6 +85,7 @@ class GraphPool:
         self._device: Final = device
         self._pace: Final = pace
         self._pool: Final = torch.cuda.graph_pool_handle()
+        self._graphs: Final[list[torch.cuda.CUDAGraph]] = []
         self._stream: Final = torch.cuda.Stream(device)
 
     @property
@@ -116,7 +117,14 @@ class GraphPool:
             if was_collecting:
                 gc.enable()
         self._pace.note_capture()
+        self._graphs.append(graph)
         return graph, result
+
+    def reset(self) -> None:
+        """Have all graphs let go of what they hold, whoever holds them; none is replayed again."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 class DecodeGraphs:

@@ -177,13 +177,13 @@ class EpochServer:
 
     def _fail(self, step: int, error: Exception) -> None:
         """The epoch is over on this rank. The process edge: any exception ends up here."""
+        is_peer_lost = isinstance(error, PeerLost) or self._engine.is_aborted
         self._give_up()
-        if isinstance(error, PeerLost):
+        if is_peer_lost:
             logger.error("step %d: %s", step, error)
         else:
             logger.error("step %d failed", step, exc_info=error)
         message = f"{type(error).__name__}: {error}"
-        is_peer_lost = isinstance(error, PeerLost)
         self._send(StepFailed(self._epoch, step, self._rank, message, is_peer_lost))
 
     def _give_up(self) -> None:

@@ -6,6 +6,7 @@ has exchanged in its life, so that a replaced rank and a survivor never find eac
 """
 
 import importlib
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -21,16 +22,17 @@ class MappedMemory:
         driver = _driver()
         self.num_bytes: Final = num_bytes
         self._handle: Final = handle
-        self._range: Final = _call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
         access = driver.CUmemAccessDesc()
         access.location = _location(device)
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        try:
-            _call(driver.cuMemMap(self._range, num_bytes, 0, handle, 0))
-            _call(driver.cuMemSetAccess(self._range, num_bytes, [access], 1))
-        except RuntimeError:
-            driver.cuMemRelease(handle)
-            raise
+        with ExitStack() as undo:
+            undo.callback(lambda: _call(driver.cuMemRelease(handle)))
+            reserved = self._range = _call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
+            undo.callback(lambda: _call(driver.cuMemAddressFree(reserved, num_bytes)))
+            _call(driver.cuMemMap(reserved, num_bytes, 0, handle, 0))
+            undo.callback(lambda: _call(driver.cuMemUnmap(reserved, num_bytes)))
+            _call(driver.cuMemSetAccess(reserved, num_bytes, [access], 1))
+            self._undo: Final = undo.pop_all()
 
     @staticmethod
     def allocate(num_bytes: int, device: int) -> "MappedMemory":
@@ -84,10 +86,7 @@ class MappedMemory:
 
     def close(self) -> None:
         """Give it back; nothing on the device may use it any more."""
-        driver = _driver()
-        _call(driver.cuMemUnmap(self._range, self.num_bytes))
-        _call(driver.cuMemAddressFree(self._range, self.num_bytes))
-        _call(driver.cuMemRelease(self._handle))
+        self._undo.close()
 
 
 def _driver() -> Any:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_S: Final = 20.0  # of a collective, and of connecting once all have shown up
 ABORT_LIMIT_S: Final = 10.0  # of NCCL's abort, which took 0.9 s with a dead peer
+SETTLE_S: Final = 0.05  # for a caller that has just entered a collective to be back
 POLL_S: Final = 0.01  # between two looks at what is awaited
 
 _ENVIRONMENT: Final = {
@@ -47,6 +48,7 @@ _gather_into: Final = (
 
 
 def _abort_nccl() -> None:
+    time.sleep(SETTLE_S)
     try:
         dist.distributed_c10d._abort_process_group()
     except Exception:
@@ -80,7 +82,7 @@ class TensorParallel:
         self._is_nccl = False
         self._crossover: Crossover | None = None  # found in the first epoch
         self.peers: PeerMemory | None = None  # of this epoch, where the GPUs reach each other's
-        self._is_aborted = False  # what fails from now on fails because of peers
+        self._is_aborted = False
         self._aborting: Thread | None = None
         self._abort_lock: Final = Lock()
 
@@ -91,7 +93,8 @@ class TensorParallel:
 
         The device has nothing left to do for the epoch before. While ranks are missing,
         `wait(seconds)` is called again and again: it returns in time, or raises to give up.
-        PeerLost when a rank that had shown up is gone before it has connected.
+        PeerLost when a rank that had shown up is gone before it has connected. (One that goes while
+        NCCL connects may hold us until we are fenced.)
         """
         self.leave()
         self.release()
@@ -120,7 +123,7 @@ class TensorParallel:
             self.peers = open_for_all(self._layout, roll, Path(launch_dir) / f"e{epoch}.memory")
         if self.peers is not None:
             self._crossover = agree_on_crossover(
-                self.peers, roll, dist.all_reduce, wait, known=self._crossover
+                self.peers, roll, self._sum_through_nccl, wait, known=self._crossover
             )
 
     @property
@@ -142,15 +145,10 @@ class TensorParallel:
                 self._aborting = Thread(target=_abort_nccl, daemon=True)
                 self._aborting.start()
 
-    @contextmanager
-    def blaming_peers(self) -> Iterator[None]:
-        """What goes wrong inside after an abort is PeerLost: it did so because of the abort."""
-        try:
-            yield
-        except (RuntimeError, ValueError, AssertionError) as error:
-            if isinstance(error, PeerLost) or not self._is_aborted:
-                raise
-            raise PeerLost(f"rank {self.rank}, whose group is gone: {error}") from error
+    @property
+    def is_aborted(self) -> bool:
+        """What fails from now until the group is left fails because of the abort."""
+        return self._is_aborted
 
     def leave(self) -> None:
         """Drop the group, if any.
@@ -204,14 +202,17 @@ class TensorParallel:
             with self._collective():
                 return self.peers.sum(x)
         if self._is_nccl:
-            with self._collective():
-                dist.all_reduce(x)
+            self._sum_through_nccl(x)
             return x
         parts = self.all_gather(x)
         total = parts[0].float()
         for other in parts[1:]:  # gloo's own sum has no fixed order
             total = total + other.float()
         return total.to(x.dtype)
+
+    def _sum_through_nccl(self, x: torch.Tensor) -> None:
+        with self._collective():
+            dist.all_reduce(x)
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -258,7 +259,13 @@ class TensorParallel:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Show on the progress page who is inside; a failure means a lost peer."""
+        """Show on the progress page who is inside; a failure means a lost peer.
+
+        Nobody enters once there was an abort: NCCL would keep the caller until the abort is over,
+        which waits for graphs that only the caller can drop.
+        """
+        if self._is_aborted:
+            raise PeerLost(f"rank {self.rank}: the group was aborted")
         if self._page is not None:
             self._page.collectives_entered += 1
             self._page.beat()

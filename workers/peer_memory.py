@@ -9,7 +9,8 @@ N columns, R rows of a step.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 512  # more are NCCL's, which then is the faster one
 ALIGNMENT: Final = 256
+REFUSALS: Final = (RuntimeError, KeyError)  # of the driver; the binding raises the latter for news
 
 
 class Crossover(NamedTuple):
@@ -75,24 +77,27 @@ class PeerMemory:
         mine: torch.Tensor,
         addresses: Sequence[int],
         abort: torch.Tensor,
-        owned: Sequence[MappedMemory] = (),
+        *,
+        max_programs: int = MAX_ROWS,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         """`mine` is this rank's allocation, uint8 and zero; addresses are of all ranks', mapped.
 
-        `abort` is an int32 [1] of host memory that the device reads; `close` gives back
-        what is `owned`. The crossover is for the caller to set.
+        `abort` is an int32 [1] of host memory that the device reads; max_programs is that of the
+        smallest GPU. The crossover is for the caller to set.
         """
         device = mine.device
         self.rank: Final = rank
         self._layout: Final = layout
         self.width: Final = layout.width
-        self._owned: Final = owned
+        self._close: Final = close
         self.crossover = Crossover(MAX_ROWS, MAX_ROWS)
         self._abort: Final = abort
         self.meeting: Final = Meeting(
             rank,
             layout.size,
             MAX_ROWS,
+            max_programs,
             flags=_addresses(addresses, 0, device),
             calls=torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
             given_up=torch.zeros(1, dtype=torch.int32, device=device),
@@ -146,8 +151,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""
-        for memory in self._owned:
-            memory.close()
+        self._close()
 
     def abort(self) -> None:
         """Have every kernel that waits for a peer, and those behind it, give up; any thread may.
@@ -164,36 +168,32 @@ def _addresses(bases: Sequence[int], offset: int, device: torch.device) -> torch
 def open_for_all(layout: Layout, roll: RollCall, path: Path) -> PeerMemory | None:
     """The memory of this process' current GPU and its peers; None, for all ranks, where one cannot.
 
-    All ranks call this; `path` is the beginning of file names, and new with every epoch.
+    All ranks call this; `path` is the beginning of file names, and new with every epoch. Whatever
+    roll.wait() raises passes through, and nothing is left behind.
     """
     device = torch.cuda.current_device()
-    offer = _offer(layout, device)
-    mapped = None
-    # Nobody may be alone where all must come.
-    if roll.all_agree("offers", offer is not None) and offer is not None:
-        mapped = _map_all(offer, roll, path, device)
-    elif offer is not None:
-        os.close(offer.descriptor)
-        offer.memory.close()
-    if roll.all_agree("maps", mapped is not None) and mapped is not None:
-        addresses = [memory.address for memory in mapped]
-        mine = mapped[roll.rank].tensor()
-        return PeerMemory(roll.rank, layout, mine, addresses, pinned_word(), mapped)
+    with ExitStack() as undo:
+        mine = _offer(layout, device, undo)
+        # Nobody may be alone where all must come.
+        if roll.all_agree("offers", mine is not None) and mine is not None:
+            mapped = _map_all(mine, roll, path, device, undo)
+            if roll.all_agree("maps", mapped is not None) and mapped is not None:
+                max_programs = min(map(int, roll.hear_all("sms", str(num_multiprocessors(device)))))
+                return PeerMemory(
+                    roll.rank,
+                    layout,
+                    mine.tensor(),
+                    [memory.address for memory in mapped],
+                    pinned_word(),
+                    max_programs=max_programs,
+                    close=undo.pop_all().close,
+                )
     logger.info("ranks do not share their memory: NCCL does all sums")
-    for memory in mapped or []:
-        memory.close()
     return None
 
 
-class _Offer(NamedTuple):
-    """What a rank gives, all zero, and the open file that stands for it."""
-
-    memory: MappedMemory
-    descriptor: int
-
-
-def _offer(layout: Layout, device: int) -> _Offer | None:
-    """None where this rank cannot give any, or has no use for what the others give."""
+def _offer(layout: Layout, device: int, undo: ExitStack) -> MappedMemory | None:
+    """What this rank gives; None where it cannot, or has no use for what the others give."""
     others = (other for other in range(torch.cuda.device_count()) if other != device)
     if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
         return None
@@ -201,35 +201,44 @@ def _offer(layout: Layout, device: int) -> _Offer | None:
         return None
     try:
         memory = MappedMemory.allocate(layout.num_bytes, device)
-        return _Offer(memory, memory.export())
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, *REFUSALS) as error:
         logger.warning("no memory for peers: %s", error)
         return None
+    undo.callback(memory.close)
+    return memory
 
 
-def _map_all(offer: _Offer, roll: RollCall, path: Path, device: int) -> list[MappedMemory] | None:
-    """The memory of all ranks, in rank order; None, and ours closed, where a peer's is refused."""
-    try:
-        descriptors = exchange_descriptors(path, roll, offer.descriptor)
-    finally:
-        os.close(offer.descriptor)
-    mapped: list[MappedMemory] = []
-    try:
-        for rank, descriptor in enumerate(descriptors):
-            if rank == roll.rank:
-                mapped.append(offer.memory)
-            else:
-                num_bytes = offer.memory.num_bytes
-                mapped.append(MappedMemory.of_descriptor(descriptor, num_bytes, device))
-    except RuntimeError as error:
-        logger.warning("no memory of rank %d: %s", len(mapped), error)
-        for memory in {offer.memory, *mapped}:
-            memory.close()
-        return None
-    finally:
+def _map_all(
+    mine: MappedMemory, roll: RollCall, path: Path, device: int, undo: ExitStack
+) -> list[MappedMemory] | None:
+    """The memory of all ranks, in rank order; None where one's cannot be exported or mapped."""
+    with ExitStack() as files:
+        try:
+            exported = mine.export()
+        except REFUSALS as error:
+            logger.warning("no memory for peers: %s", error)
+            exported = os.open(os.devnull, os.O_RDONLY)  # which they will not map either
+        files.callback(os.close, exported)
+        descriptors = exchange_descriptors(path, roll, exported)
         for descriptor in descriptors:
-            os.close(descriptor)
-    return mapped
+            files.callback(os.close, descriptor)
+        mapped = []
+        try:
+            for rank, descriptor in enumerate(descriptors):
+                if rank == roll.rank:
+                    mapped.append(mine)
+                    continue
+                memory = MappedMemory.of_descriptor(descriptor, mine.num_bytes, device)
+                undo.callback(memory.close)
+                mapped.append(memory)
+        except REFUSALS as error:
+            logger.warning("no memory of rank %d: %s", len(mapped), error)
+            return None
+        return mapped
+
+
+def num_multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def pinned_word() -> torch.Tensor:

@@ -56,6 +56,7 @@ class Runner:
         self._scorer = PromptScorer(model, parallel, batch.sampling)
         self.graphs: DecodeGraphs | None = None  # steps run eager without
         self._mixed_graphs: MixedGraphs | None = None
+        self._graph_pool: GraphPool | None = None
         self._is_in_step: Final = parallel.size > 1  # captures: see graphs.py
         self._pace = Pace(is_in_step=self._is_in_step)
         self._stopwatch: Stopwatch | None = None  # of the last step launched
@@ -68,7 +69,7 @@ class Runner:
         The largest bucket is captured now, or all of them.
         """
         self._pace = Pace(is_in_step=self._is_in_step)
-        pool = GraphPool(self.model.device, self._pace)
+        pool = self._graph_pool = GraphPool(self.model.device, self._pace)
         rows = self.batch.rows
         self.graphs = DecodeGraphs(pool, self.plain_step, self.decode_forward, rows, max_rows)
         self._mixed_graphs = MixedGraphs(
@@ -78,8 +79,13 @@ class Runner:
             self._beat(Phase.LOADING)
 
     def drop_graphs(self) -> None:
-        """Graphs hold the collectives of a group, and go with it."""
-        self.graphs = self._mixed_graphs = None
+        """Graphs hold the collectives of a group, and go with it.
+
+        The exception that ends an epoch may keep them from being freed, hence the reset.
+        """
+        if self._graph_pool is not None:
+            self._graph_pool.reset()
+        self.graphs = self._mixed_graphs = self._graph_pool = None
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

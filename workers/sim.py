@@ -98,6 +98,10 @@ class SimEngine:
     def abort(self) -> None:
         pass
 
+    @property
+    def is_aborted(self) -> bool:
+        return False
+
     def end(self) -> None:
         pass
 

@@ -78,6 +78,11 @@ class Engine(Protocol):
         """Free the device from waiting for peers: the epoch is over. Any thread may call this."""
         ...
 
+    @property
+    def is_aborted(self) -> bool:
+        """What fails from `abort` to `end` fails for want of peers."""
+        ...
+
     def end(self) -> None:
         """Leave the group, which frees peers that wait for this rank."""
         ...
