@@ -19,7 +19,7 @@ NUM_TRIES = 3  # a machine that stands still for a moment hits one of them, but 
 
 def post(frontend: FrontendProcess, *, stream: bool, max_tokens: int = 400) -> socket.socket:
     body = json.dumps({"prompt": "x", "max_tokens": max_tokens, "stream": stream}).encode()
-    connection = socket.create_connection(("127.0.0.1", frontend.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", frontend.port), timeout=60)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)

@@ -82,7 +82,7 @@ def ask_all(url: str, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) ->
 
 def metrics(url: str) -> dict[str, float]:
     """The samples of /metrics, labels summed up."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     totals: dict[str, float] = {}
     for line in lines:

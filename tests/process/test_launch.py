@@ -35,7 +35,7 @@ def post(url: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, A
 
 def status_of(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10.0) as response:
+        with urllib.request.urlopen(url, timeout=60.0) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         with error:

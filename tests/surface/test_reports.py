@@ -27,7 +27,7 @@ def ids_of(answer: Any) -> list[int]:
 
 def post_raw(asker: Asker, body: dict[str, Any]) -> socket.socket:
     """Send a completion request and return its connection without reading."""
-    connection = socket.create_connection(("127.0.0.1", asker.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", asker.port), timeout=60)
     raw = json.dumps(body).encode()
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -67,7 +67,7 @@ HUGE = {
 
 
 def refused_huge_body(asker: Asker, path: bytes, body: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", asker.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=60) as connection:
         connection.sendall(
             b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"connection: close\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
