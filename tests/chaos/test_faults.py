@@ -167,7 +167,7 @@ def test_kills_from_outside_blame_nobody(row: Row, chaos: Rig) -> None:
             victim = "core" if number % 3 == 2 else f"worker {number % 2}"
             os.kill(chaos.pid(victim), random.Random(number).choice(SIGNALS))
             chaos.wait_recovered(before)
-            assert stream.is_live, stream.error
+            assert stream.error is None  # it may have come to its end
         load.finish()
     assert stream.error is None
     assert stream.answer.is_complete
