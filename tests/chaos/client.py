@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-ANSWER_LIMIT_S = 120.0  # for one whole request
+ANSWER_LIMIT_S = 240.0  # for one whole request
 
 
 class BadAnswer(Exception):
