@@ -157,9 +157,6 @@ def _check(memory: PeerMemory, job: Job) -> None:
 
 def _abort_once_left(memory: PeerMemory, job: Job) -> None:
     """Abort when the late rank is gone: nothing may end before, and everything must soon after."""
-    if job.device != "cpu":
-        all_ended = torch.cuda.Event()
-        all_ended.record()
     left = Path(job.folder) / f"results{job.late_rank}"
     give_up = time.monotonic() + 60.0
     while not left.exists():
@@ -168,6 +165,8 @@ def _abort_once_left(memory: PeerMemory, job: Job) -> None:
     if job.device == "cpu":  # whose kernels keep the main thread
         memory.abort()
         return
+    all_ended = torch.cuda.Event()
+    all_ended.record()
     assert not all_ended.query()
     memory.abort()
     give_up = time.monotonic() + 10.0
