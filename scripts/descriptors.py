@@ -7,10 +7,8 @@ from nvserve.protocol.config import Config
 from nvserve.protocol.descriptors import RESERVED, raise_limit
 
 CLIENTS: Final = 32  # a server for fewer is none
-LAUNCHER: Final = (
-    48,
-    4,
-)  # of itself, and for each child: sockets, a pipe, and more while it starts
+# Of itself, and for each child: sockets, a pipe, and more while it starts.
+LAUNCHER: Final = (48, 4)
 CORE: Final = (48, 8)  # of itself, and for each worker: sockets of two epochs
 CPU_WORKER: Final = (64, 8)  # of itself, and for each rank: files of torch, sockets of gloo
 GPU_WORKER: Final = (256, 64)  # the driver's files, and NCCL's channels
