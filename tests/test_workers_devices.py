@@ -167,6 +167,26 @@ def test_nobody_enters_a_collective_of_an_aborted_group(monkeypatch: pytest.Monk
     assert nccl.told == ["abort"]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_abort_that_comes_late_spoils_no_later_epoch(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lifeline may have seen the message just before the main loop took it."""
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    dist.FileStore(str(tmp_path / "e1.group"), 2).set("here1", "")  # type: ignore[attr-defined]
+    parallel = TensorParallel(0, size)
+    parallel.leave()
+    release = parallel.release
+
+    def abort_and_release() -> None:
+        parallel.abort()
+        release()
+
+    monkeypatch.setattr(parallel, "release", abort_and_release)
+    parallel.join(str(tmp_path), 1, torch.device("cpu"), _never)
+    assert not parallel.is_aborted
+
+
 def test_an_abort_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvserve.workers.parallel.ABORT_LIMIT_S", 0.05)
     nccl = Nccl(monkeypatch)

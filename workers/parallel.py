@@ -98,6 +98,7 @@ class TensorParallel:
         """
         self.leave()
         self.release()
+        self._is_aborted = False  # an abort that came late was meant for the epoch before
         if self.size == 1:
             return
         for name, value in _ENVIRONMENT.items():
