@@ -7,6 +7,7 @@ it (in the same kernel, or for NCCL in one of its own). The slowest rank's figur
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from nvserve.workers.peer_memory import MAX_ROWS, Crossover, Layout, PeerMemory
 MODULE: Final = "nvserve.scripts.bench.all_reduce"
 EPS: Final = 1e-6
 LIMIT_S: Final = 120.0
+KILL_LIMIT_S: Final = 10.0
 
 
 def measure(memory: PeerMemory, rows: int) -> dict[str, float]:
@@ -65,6 +67,8 @@ def measure(memory: PeerMemory, rows: int) -> dict[str, float]:
 
 
 def run_rank(rank: int, size: int, width: int, folder: str) -> dict[int, dict[str, float]]:
+    if torch.cuda.device_count() < size:
+        sys.exit(f"--tp {size} needs {size} GPUs, this machine has {torch.cuda.device_count()}")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     layout = Layout(size, NUM_PLACES, width, torch.bfloat16)
@@ -91,12 +95,16 @@ def run_ranks(size: int, width: int) -> dict[int, dict[str, float]]:
         try:
             deadline = time.monotonic() + LIMIT_S
             for rank in ranks:
-                if rank.wait(deadline - time.monotonic()) != 0:
+                if rank.wait(max(0.0, deadline - time.monotonic())) != 0:
                     sys.exit(f"a rank exited with {rank.returncode}")
+        except subprocess.TimeoutExpired:
+            sys.exit(f"the ranks have not ended within {LIMIT_S:g} s")
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+            for rank in ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a device may hold it longer
+                    rank.wait(KILL_LIMIT_S)
         everyone = [json.loads(file.read_text())["rows"] for file in files]
     return {
         int(rows): {way: max(one[rows][way] for one in everyone) for way in everyone[0][rows]}
