@@ -5,6 +5,7 @@ epochs keep the choice, so that a recovery changes no bit of a sum. Sums that do
 NCCL's, are left to NCCL.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -120,16 +121,21 @@ def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait
         raise SumsFail("they differ from NCCL's")
 
 
-def finish(wait: Wait) -> torch.cuda.Event:
-    """Wait for what the device was given; the event of its end."""
-    ended = torch.cuda.Event(enable_timing=True)
-    ended.record()
+def finish(wait: Wait) -> None:
+    """Wait for what the device was given."""
+    ended = _mark()
     give_up = time.monotonic() + LIMIT_S
     while not ended.query():
         if time.monotonic() > give_up:
             raise SumsFail(f"they do not end within {LIMIT_S:g} s")
         wait(POLL_S)
-    return ended
+
+
+def _mark() -> torch.cuda.Event:
+    """An event of what the device was given until now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def slowest(everyone: list[Times]) -> Times:
@@ -182,12 +188,12 @@ def time_call(call: Callable[[int], object], wait: Wait) -> float:
     pool = GraphPool(device, Pace(is_in_step=False))
     try:
         graph, _ = pool.capture(lambda: [call(index % 2) for index in range(CALLS)])
-        fastest = float("inf")
+        graph.replay()  # all ranks end it together, and so begin together what is timed
+        marks = [_mark()]
         for _ in range(REPLAYS):
-            began = torch.cuda.Event(enable_timing=True)
-            began.record()
             graph.replay()
-            fastest = min(fastest, began.elapsed_time(finish(wait)) / CALLS)
-        return fastest
+            marks.append(_mark())
+        finish(wait)
+        return min(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / CALLS
     finally:
         pool.reset()  # an exception that is being handled would keep the graph, and it the group
