@@ -20,7 +20,8 @@ from nvserve.kernels.dispatch import HAS_TRITON
 class SkinnyCut(NamedTuple):
     """How a skinny matmul is cut: outputs and inputs of a tile, stages, warps, programs per SM.
 
-    For one token there are neither stages nor persistent programs; those two are 1.
+    For one token there are neither stages nor persistent programs; those two are 1. Programs take
+    whole strips of `outputs`, or equal shares of the tiles of all strips, for which they meet.
     """
 
     outputs: int
@@ -28,6 +29,7 @@ class SkinnyCut(NamedTuple):
     stages: int
     warps: int
     programs_per_sm: int = 1
+    equal_shares: bool = False
 
 
 # Measured on H200 (torch 2.11, cuBLAS 13.0), microseconds ours / cuBLAS; "gated" with SiLU and mul.

@@ -7,23 +7,10 @@ x; with dependent launch the memory stays busy across the boundary between two k
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvserve.kernels.launch import (
-    inputs_ready,
-    jit,
-    jit_general,
-    launch_options,
-    num_sms,
-    prefetch_rows,
-    start_next,
-)
+from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 from nvserve.kernels.matmul import SkinnyCut
-
-
-@jit
-def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
-    return gate / (1.0 + tl.exp(-gate)) * up
+from nvserve.kernels.matmul_strips import silu_mul, strips
 
 
 @jit
@@ -77,99 +64,8 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
         up = tl.sum(up_acc, axis=1)
         if BIAS:
             up += tl.load(bias_ptr + outputs + rows, mask=in_rows, other=0.0).to(tl.float32)
-        out = _silu_mul(out, up)
+        out = silu_mul(out, up)
     tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=in_rows)
-
-
-@jit_general("num_tokens")
-def _strip_kernel(  # type: ignore[no-untyped-def]
-    x_tiles,  # tensor map of x, TOKENS x BLOCK
-    weight_tiles,  # tensor map of the weight, ROWS x BLOCK
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    num_tokens,
-    outputs,
-    inputs,
-    BIAS: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Up to TOKENS rows of x on the matrix units; the copy engine brings tiles to shared memory.
-
-    A program takes every num_programs-th strip of ROWS outputs; one loop runs over the tiles of
-    all of them, so that the pipeline does not drain between two strips. Tiles past an edge are
-    filled with zeros. SWAPPED puts tokens first: for strips of fewer rows than the matrix
-    instructions of Hopper take.
-    """
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    strips = tl.cdiv(tl.cdiv(outputs, ROWS) - program, num_programs)
-    tiles = tl.cdiv(inputs, BLOCK)
-    each = tl.arange(0, ROWS)
-    tokens = tl.arange(0, TOKENS)
-    if PDL:
-        first_rows = tl.minimum(program * ROWS + each, outputs - 1).to(tl.int64)
-        prefetch_rows(weight_ptr + first_rows * inputs, tl.minimum(2 * inputs, 2048))
-    start_next(PDL)
-    inputs_ready(PDL)
-    acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
-    for step in tl.range(0, strips * tiles, num_stages=STAGES):
-        first_row = (program + step // tiles * num_programs) * ROWS
-        tile = step % tiles
-        weights = weight_tiles.load([first_row, tile * BLOCK])
-        x = x_tiles.load([0, tile * BLOCK])
-        if SWAPPED:
-            acc = tl.dot(x, tl.trans(weights), acc=acc)
-        else:
-            acc = tl.dot(weights, tl.trans(x), acc=acc)
-        if tile == tiles - 1:
-            rows = first_row + each
-            row_axis: tl.constexpr = 1 if SWAPPED else 0
-            rows_wide = tl.expand_dims(rows, 1 - row_axis)
-            tokens_wide = tl.expand_dims(tokens, row_axis)
-            out = acc
-            if BIAS:
-                bias = tl.load(bias_ptr + rows, mask=rows < outputs, other=0.0)
-                out += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
-            out_at = out_ptr + tokens_wide * outputs + rows_wide
-            out_mask = (rows_wide < outputs) & (tokens_wide < num_tokens)
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
-            acc = tl.zeros([TOKENS, ROWS] if SWAPPED else [ROWS, TOKENS], tl.float32)
-
-
-def _strips(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cut: SkinnyCut,
-    out: torch.Tensor,
-) -> None:
-    num_tokens, (outputs, inputs) = x.shape[0], weight.shape
-    tokens = max(16, triton.next_power_of_2(num_tokens))
-    num_strips = triton.cdiv(outputs, cut.outputs)
-    _strip_kernel[(min(num_strips, cut.programs_per_sm * num_sms(x.device)),)](
-        TensorDescriptor.from_tensor(x.contiguous(), [tokens, cut.inputs]),
-        TensorDescriptor.from_tensor(weight, [cut.outputs, cut.inputs]),
-        weight,
-        x if bias is None else bias,
-        out,
-        num_tokens,
-        outputs,
-        inputs,
-        BIAS=bias is not None,
-        SWAPPED=cut.outputs < 64,
-        TOKENS=tokens,
-        ROWS=cut.outputs,
-        BLOCK=cut.inputs,
-        STAGES=cut.stages,
-        num_warps=cut.warps,
-        **launch_options(x.device),
-    )
 
 
 def _vector(
@@ -215,16 +111,18 @@ def linear(
     if x.shape[0] == 1:
         _vector(x, weight, bias, cut, out, gated=False)
     else:
-        _strips(x, weight, bias, cut, out)
+        strips(x, weight, bias, cut, out, gated=False)
     return out
 
 
 def linear_silu_mul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
 ) -> torch.Tensor:
-    """See matmul.linear_silu_mul; one row, weight is contiguous."""
+    """See matmul.linear_silu_mul; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
-    assert x.shape[0] == 1
-    out = x.new_empty(1, weight.shape[0] // 2)
-    _vector(x, weight, bias, cut, out, gated=True)
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    if x.shape[0] == 1:
+        _vector(x, weight, bias, cut, out, gated=True)
+    else:
+        strips(x, weight, bias, cut, out, gated=True)
     return out
