@@ -54,6 +54,7 @@ from nvserve.protocol.messages import (
 )
 from nvserve.protocol.progress import BEAT_S, Phase, Snapshot, page_path, read_page
 from nvserve.protocol.sampling import SamplingParams
+from nvserve.workers.main import calm_ms
 
 SOURCES = Path(__file__).parents[1] / ".src"
 LIMIT_S = 60.0
@@ -283,6 +284,12 @@ def test_an_impossible_step_fails_and_the_next_epoch_works(cpu: Launch) -> None:
     worker.join(1)
     worker.expect(EpochReady)
     assert len(generate(cpu.core(1), 1, 2)) == 2
+
+
+def test_nothing_is_prepared_right_after_a_step() -> None:
+    assert calm_ms(0.0, 1000.0) == 0  # no step yet
+    assert calm_ms(1000.0, 1000.003) == 47
+    assert calm_ms(1000.0, 1000.05) == 0
 
 
 def test_an_idle_worker_beats_and_shows_where_it_is(sim: Launch) -> None:

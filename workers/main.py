@@ -8,6 +8,7 @@ that fails ends the epoch for this rank: it leaves the group, tells core, and wa
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -38,6 +39,7 @@ from nvserve.workers.step_result import Engine, ModelRefused, PeerLost, Pending,
 logger = logging.getLogger(__name__)
 
 IDLE_MS: Final = int(BEAT_S * 1000) // 2  # between two beats of an idle worker
+CALM_S: Final = 0.05  # without a step, before what is prepared ahead may delay the next one
 PROGRESS_S: Final = 0.1  # between two reports of one phase
 STEP_BEATS_S: Final = 1.0  # a step that runs for longer is silent from then on
 
@@ -58,6 +60,14 @@ class Launched:
     pending: Pending
 
 
+def calm_ms(last_step_s: float, now_s: float) -> int:
+    """Milliseconds until a worker whose last step ended then may prepare ahead.
+
+    A client that asks again at once shall not wait: a graph takes as long as a small prefill.
+    """
+    return max(0, math.ceil(1000 * (last_step_s + CALM_S - now_s)))
+
+
 class EpochServer:
     """The sockets and the step counter of one epoch on one rank."""
 
@@ -75,7 +85,8 @@ class EpochServer:
         self._rank: Final = start.rank
         self._expected = 0  # the step to come
         self._launched: deque[Launched] = deque()
-        self._moved_s = 0.0  # monotonic: when the oldest launched step had the device to itself
+        # Monotonic: when the oldest launched step had the device to itself, or the last one ended.
+        self._moved_s = 0.0
         self._unsent: deque[bytes] = deque()
         self._is_over = False  # a gap or a failed step: nothing more runs in this epoch
         self._may_prepare = True
@@ -117,7 +128,7 @@ class EpochServer:
     def _poll_ms(self) -> int:
         if self._launched:
             return min(IDLE_MS, self._launched[0].pending.poll_ms())
-        return 0 if self._may_prepare else IDLE_MS
+        return calm_ms(self._moved_s, time.monotonic()) if self._may_prepare else IDLE_MS
 
     def _prepare_ahead(self) -> None:
         """Nothing to do: get ready for later steps, piece by piece, between two looks around."""
