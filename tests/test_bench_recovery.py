@@ -76,9 +76,9 @@ def test_a_difference_tells_its_first_position_and_the_gap_of_the_reference_ther
     assert verdict.num_beyond_ties == 1
     assert verdict.complaint(is_exact=False) == ""
     assert verdict.complaint(is_exact=True) == "ids of 2 requests differ in float32"
-    assert "differ from the reference: 0 that met a fault, 2 that met none" in format_verdict(
-        verdict, []
-    )
+    told = format_verdict(verdict, [])
+    assert "differ from the reference: 0 that met a fault, 2 that met none" in told
+    assert "the largest gap: 0.000 with a fault, 1.000 without" in told
 
 
 def test_ids_of_a_lost_request_are_compared_too() -> None:

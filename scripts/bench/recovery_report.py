@@ -127,6 +127,11 @@ class Verdict:
     def num_beyond_ties(self) -> int:
         return sum(difference.gap >= NEAR_TIE for difference in self.differences)
 
+    def largest_gap(self, *, is_touched: bool) -> float:
+        """Of the differences that met a fault or met none, which is rounding alone; 0 for none."""
+        gaps = [one.gap for one in self.differences if bool(one.faults) == is_touched]
+        return max(gaps, default=0.0)
+
     def complaint(self, *, is_exact: bool) -> str:
         """Why the run has failed, empty if it has not; `is_exact`: no id may differ."""
         found = [f"{len(self.lost)} requests lost"] if self.lost else []
@@ -219,6 +224,8 @@ def format_verdict(verdict: Verdict, faults: Sequence[Fault]) -> str:
         f"ids differ from the reference: {touched} that met a fault, "
         f"{len(verdict.differences) - touched} that met none; "
         f"{verdict.num_beyond_ties} at a gap of {NEAR_TIE} or more",
+        f"  the largest gap: {verdict.largest_gap(is_touched=True):.3f} with a fault, "
+        f"{verdict.largest_gap(is_touched=False):.3f} without",
     ]
     lines += [f"  lost: {loss}" for loss in verdict.lost[:MAX_SHOWN]]
     worst = sorted(verdict.differences, key=lambda one: -one.gap)
@@ -240,6 +247,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "num_differing": len(verdict.differences),
         "num_differing_beyond_near_ties": verdict.num_beyond_ties,
         "near_tie": NEAR_TIE,
+        "largest_gap_with_fault": verdict.largest_gap(is_touched=True),
+        "largest_gap_without": verdict.largest_gap(is_touched=False),
         "lost": [asdict(loss) for loss in verdict.lost],
         "differences": [asdict(difference) for difference in verdict.differences],
     }
