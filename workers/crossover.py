@@ -194,6 +194,6 @@ def time_call(call: Callable[[int], object], wait: Wait) -> float:
             graph.replay()
             marks.append(_mark())
         finish(wait)
-        return min(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / CALLS
+        return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / CALLS
     finally:
         pool.reset()  # an exception that is being handled would keep the graph, and it the group
