@@ -210,7 +210,8 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         rows = tl.minimum(begin // tiles * ROWS + tl.arange(0, ROWS), outputs - 1).to(tl.int64)
         column = begin % tiles * BLOCK
-        num_bytes = tl.minimum(2 * (inputs - column), 1024 if GATED else 2048)
+        num_bytes = tl.minimum(2 * BLOCK * steps, 1024 if GATED else 2048)
+        num_bytes = tl.minimum(2 * (inputs - column), num_bytes)
         prefetch_rows(weight_ptr + rows * inputs + column, num_bytes)
         if GATED:
             prefetch_rows(weight_ptr + (outputs + rows) * inputs + column, num_bytes)
@@ -265,7 +266,7 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
                     tl.store(arrivals_ptr + strip, 0)
                     total, up_total = _combine(
                         *(sums_ptr + each, first, count, GATED, SIZE, OUTER, INNER),
-                        max(2, min(8, 4096 // SIZE)),
+                        max(2, min(8, 8192 // SIZE)),
                     )
                     _write(
                         *(total, up_total, bias_ptr, out_ptr, strip, num_tokens, outputs),

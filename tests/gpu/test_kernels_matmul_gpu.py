@@ -102,6 +102,40 @@ def test_strips_match_the_reference_at_ragged_edges(
     check_strips(num_tokens, outputs, inputs, biased, cut)
 
 
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="programs of a GPU run in no order of ours")
+@pytest.mark.parametrize("shift", [1, 3, 5])
+def test_whichever_program_arrives_last_the_bits_are_the_same(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import interpreter
+
+    from nvserve.kernels import matmul_strips, matmul_triton
+
+    x, weight, bias = random(5, 400), random(74, 400), random(74)
+    cut = SkinnyCut(16, 32, 2, 4, 3, True)  # 9 programs, 13 tiles of each of 3 or 5 strips
+    expected = [
+        matmul_triton.linear(x, weight, bias, cut),
+        matmul_triton.linear_silu_mul(x, weight, bias, cut),
+    ]
+    builder = interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+    order: list[int] = []
+
+    def set_other_index(*index: int) -> None:
+        """Backwards, and not from the last."""
+        num_programs = builder.grid_dim[0]
+        order.append((shift - index[0]) % num_programs)
+        set_index(order[-1], *index[1:])
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_other_index)
+    assert torch.equal(matmul_triton.linear(x, weight, bias, cut), expected[0])
+    assert torch.equal(matmul_triton.linear_silu_mul(x, weight, bias, cut), expected[1])
+    assert sorted(order) == sorted([*range(9), *range(9)])
+    assert order != sorted(order)
+    assert not matmul_strips.workspace(x.device, 0, 0).arrivals.any()
+
+
 @on_gpu_only
 @pytest.mark.parametrize("num_tokens", [2, 8, 16, 17, 32])
 @pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
