@@ -146,7 +146,7 @@ def test_whichever_program_arrives_last_the_bits_are_the_same(
         SkinnyCut(64, 128, 5, 4, 1, True),
         SkinnyCut(32, 256, 3, 4, 2, True),
         SkinnyCut(16, 512, 3, 2, 1, True),
-        SkinnyCut(128, 128, 3, 8, 1, True),
+        SkinnyCut(128, 64, 4, 8, 1, True),
         SkinnyCut(64, 128, 4, 4),
     ],
 )
