@@ -4,7 +4,7 @@ Programs take whole strips, round robin, or equal shares: the tiles of all strip
 which each program takes a run, so that every multiprocessor has the same to read, whatever the
 shape. A run may cover the end of one strip, some whole ones and the start of another. What covers
 a strip alone writes its outputs; otherwise each program leaves its sums in float32, and the last
-to arrive adds them, in the order of the programs: the same bits in every run.
+to arrive adds them, in an order that does not depend on who that is: the same bits in every run.
 """
 
 from typing import Final, NamedTuple
@@ -112,30 +112,33 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _left(slots, first_program, index, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the index-th of the `count` programs of one strip left; zeros behind the last."""
+    # The strip is the last of the first program's run, and the first of the others'.
+    slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+    # .cg: another SM wrote these, and this SM's L1 must not answer.
+    return tl.load(slots + slot * WIDTH, mask=index < count, other=0.0, cache_modifier=".cg")
+
+
+@jit
 def _combine(  # type: ignore[no-untyped-def]
-    slots,  # where the values of a slot are, [OUTER, INNER]
+    slots,  # where the values of the first slot are, [OUTER, INNER]
     first_program,
     count,
-    GATED: tl.constexpr,
-    SIZE: tl.constexpr,  # values of an accumulator
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr,  # values of a slot
 ):
-    """The sums that `count` consecutive programs left of one strip, added in their order."""
-    acc = tl.zeros([OUTER, INNER], tl.float32)
-    up_acc = acc
-    for first in range(0, count, UNROLL):
-        for step in tl.static_range(UNROLL):
-            index = first + step
-            # The strip is the last of the first program's run, and the first of the others'.
-            slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
-            at = slots + slot * SIZE * (2 if GATED else 1)
-            # .cg: another SM wrote these, and this SM's L1 must not answer.
-            acc += tl.load(at, mask=index < count, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up_acc += tl.load(at + SIZE, mask=index < count, other=0.0, cache_modifier=".cg")
-    return acc, up_acc
+    """Add what `count` consecutive programs left, in an order of their numbers alone.
+
+    In pairs, since the compiler has a chain of additions wait for each load anew.
+    """
+    acc = tl.zeros(slots.shape, tl.float32)
+    for first in range(0, count, 4):
+        low = _left(slots, first_program, first, count, WIDTH)
+        low += _left(slots, first_program, first + 1, count, WIDTH)
+        high = _left(slots, first_program, first + 2, count, WIDTH)
+        high += _left(slots, first_program, first + 3, count, WIDTH)
+        acc += low + high
+    return acc
 
 
 @jit
@@ -195,6 +198,7 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     OUTER: tl.constexpr = TOKENS if SWAPPED else ROWS
     INNER: tl.constexpr = ROWS if SWAPPED else TOKENS
     SIZE: tl.constexpr = TOKENS * ROWS
+    WIDTH: tl.constexpr = SIZE * (2 if GATED else 1)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     strips = tl.cdiv(outputs, ROWS)
@@ -253,7 +257,7 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
             else:
                 each = tl.arange(0, OUTER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
                 slot = 2 * program + tl.where(step >= tile, 1, 0)
-                at = sums_ptr + slot * SIZE * (2 if GATED else 1) + each
+                at = sums_ptr + slot * WIDTH + each
                 tl.store(at, acc)
                 if GATED:
                     tl.store(at + SIZE, up_acc)
@@ -264,10 +268,10 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
                 count = _owner(strip * tiles + tiles - 1, share, longer) - first + 1
                 if arrived == count - 1:
                     tl.store(arrivals_ptr + strip, 0)
-                    total, up_total = _combine(
-                        *(sums_ptr + each, first, count, GATED, SIZE, OUTER, INNER),
-                        max(2, min(8, 8192 // SIZE)),
-                    )
+                    total = _combine(sums_ptr + each, first, count, WIDTH)
+                    up_total = total
+                    if GATED:
+                        up_total = _combine(sums_ptr + SIZE + each, first, count, WIDTH)
                     _write(
                         *(total, up_total, bias_ptr, out_ptr, strip, num_tokens, outputs),
                         *(GATED, BIAS, SWAPPED, TOKENS, ROWS),
