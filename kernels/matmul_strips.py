@@ -243,8 +243,8 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
         else:
             strip = program + step // tiles * num_programs
             tile = step % tiles
-        x = x_tiles.load([0, tile * BLOCK])
         weights = weight_tiles.load([strip * ROWS, tile * BLOCK])
+        x = x_tiles.load([0, tile * BLOCK])
         if SWAPPED:
             acc = tl.dot(x, tl.trans(weights), acc=acc)
         else:
