@@ -32,25 +32,30 @@ class SkinnyCut(NamedTuple):
     equal_shares: bool = False
 
 
-# Measured on H200 (torch 2.11, cuBLAS 13.0), microseconds ours / cuBLAS; "gated" with SiLU and mul.
+# Measured on H200 (torch 2.11, cuBLAS 13.0), microseconds ours / cuBLAS; "gated" with SiLU and mul,
+# "in shares" where programs meet.
 #     N x K                 T = 1           T = 8           T = 32
-#     4096 x 1024         3.4 /  5.0      4.1 /  5.4      4.2 /  5.4
-#     1024 x 2048         2.2 / 12.8      4.6 /  6.0      5.0 /  6.0
-#     1024 x 3072         3.2 /  6.7      6.0 /  6.9      6.7 /  7.1
-#     6144 x 4096        13.2 / 16.0     17.1 / 16.2     17.2 / 16.6
-#     4096 x 4096         9.9 / 12.8     11.0 / 12.8     13.0 / 13.4
-#     4096 x 14336       28.9 / 31.7     31.3 / 31.9     34.3 / 33.4
-#     gated 3072 x 1024   4.4 /  7.0      7.7 /  7.2      9.0 /  7.4
-#     gated 14336 x 4096 55.0 / 61.2     64.3 / 58.5     65.9 / 60.3
-# In a step ours gain a little more, since they start before the kernel ahead of them has ended: a
-# whole step of the 8B was 1 to 2 % faster with ours where the figures are nearly equal, and so with
-# ours for 28672 x 4096 at T = 32, though not at T = 8.
+#     4096 x 1024         3.4 /  5.0      4.1 /  5.4      4.1 /  5.4
+#     1024 x 2048         2.2 / 12.8      4.6 /  6.0      4.6 /  5.9
+#     1024 x 3072         3.2 /  6.7      6.0 /  6.9      5.7 /  7.0 in shares
+#     6144 x 4096        13.2 / 16.0     17.1 / 16.2     17.3 / 16.6
+#     4096 x 4096         9.9 / 12.8     11.0 / 12.8     12.7 / 13.4
+#     4096 x 14336       28.9 / 31.7     31.3 / 31.9     34.9 / 33.9 in shares
+#     8192 x 14336                       57.8 / 60.2     59.6 / 61.6
+#     gated 3072 x 1024   4.4 /  7.0      7.7 /  7.2      6.6 /  7.3
+#     gated 14336 x 4096 55.0 / 61.2     64.3 / 58.5     65.8 / 62.4
+#     gated 14336 x 8192                117.8 / 112.3   122.3 / 114.7
+# In a step ours gain more, since they start before the kernel ahead of them has ended: a whole step
+# of the 8B was 1 to 2 % faster with ours where the figures are nearly equal. Equal shares, which
+# use all multiprocessors, seldom pay for the meeting: 1 % of that step for 4096 x 14336.
 _HEAD_OUTPUTS: Final = 100_000
-_NARROW: Final = SkinnyCut(16, 512, 4, 2)
+_LONG_INPUTS: Final = 8192
+_NARROW: Final = SkinnyCut(8, 512, 4, 2)
 _MIDDLE: Final = SkinnyCut(32, 512, 3, 4)
 _SHORT: Final = SkinnyCut(64, 256, 3, 4)
 _DEEP: Final = SkinnyCut(64, 256, 5, 4)
-_BROAD: Final = SkinnyCut(128, 128, 4, 8)
+_THIN_SHARES: Final = SkinnyCut(16, 256, 4, 2, 2, equal_shares=True)
+_SHARES: Final = SkinnyCut(64, 256, 4, 4, equal_shares=True)
 
 
 def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> SkinnyCut | None:
@@ -64,24 +69,31 @@ def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
     is_wide = num_tokens > 16
     if outputs >= _HEAD_OUTPUTS:
         return SkinnyCut(128, 128, 5, 4) if inputs <= 1024 or is_wide else _DEEP
-    if outputs <= 2048 and inputs > 1024:
-        return _NARROW if is_wide else _DEEP
     if inputs <= 1024:
         if outputs <= 4096:
             return _SHORT
         return None if is_wide else SkinnyCut(64, 128, 5, 4, 2)
+    if outputs <= 2048:
+        if not is_wide:
+            return _DEEP
+        return _NARROW if inputs <= 2048 else _THIN_SHARES
     if outputs <= 4096:
+        if inputs > _LONG_INPUTS:
+            return _SHARES
         return _MIDDLE if is_wide else _DEEP
     if outputs <= 8192:
         return _SHORT if is_wide else _DEEP
-    return _BROAD if is_wide else None
+    return None
 
 
 def gated_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> SkinnyCut | None:
     """As skinny_cut, of linear_silu_mul; outputs are those of the result."""
-    if dtype != torch.bfloat16 or num_tokens > 1 or inputs % 8:
+    if dtype != torch.bfloat16 or num_tokens > 32 or inputs % 8:
         return None
-    return SkinnyCut(8, 512, 1, 4) if inputs <= 1024 else SkinnyCut(1, 2048, 1, 4)
+    if num_tokens == 1:
+        return SkinnyCut(8, 512, 1, 4) if inputs <= 1024 else SkinnyCut(1, 2048, 1, 4)
+    is_wide = num_tokens > 16
+    return SkinnyCut(16, 256, 4, 2, 2) if is_wide and inputs <= 1024 else None
 
 
 @functools.cache
