@@ -134,8 +134,10 @@ def _scan(
     assert logits.stride(1) == 1
     tile = scan_tile(num_rows)
     num_tiles = triton.cdiv(first_token_id % 4 + num_tokens, tile)
-    floats = logits.new_empty(3, num_rows, num_tiles, dtype=torch.float32)
-    best_values, tile_max, tile_sum = floats.unbind(0)
+    # Each starts at a multiple of 16 bytes: kernels are compiled for that, or once more without.
+    size = num_rows * num_tiles
+    floats = logits.new_empty(3, -(-size // 4) * 4, dtype=torch.float32)[:, :size]
+    best_values, tile_max, tile_sum = floats.unflatten(1, (num_rows, num_tiles)).unbind(0)
     best_ids = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     num_groups = num_tiles * (tile // GROUP) if top_k is not None else 0
     group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
