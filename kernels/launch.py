@@ -16,18 +16,61 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvserve.kernels.dispatch import INTERPRETED
 
 
 class _HeldBack(threading.local):
-    """What launches of this thread compiled inside compiling_only(); None outside."""
+    """Whether this thread is inside compiling_only()."""
 
-    kernels: list[Any] | None = None
+    is_on = False
 
 
 _held_back = _HeldBack()
+
+
+_front_end = threading.Lock()
+
+
+class _Source(ASTSource):  # type: ignore[misc]
+    """A kernel's source, one of which at a time goes through the part that is all Python.
+
+    Threads that shared the interpreter there would all come late to the part that is not.
+    """
+
+    def make_ir(self, *arguments: Any, **options: Any) -> Any:
+        with _front_end:
+            return super().make_ir(*arguments, **options)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and build the launcher of each new signature at once.
+
+    A launcher is C code, which takes a compiler of its own that long; kernels of one signature
+    share one. It is built beside the kernels that still compile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max(1, min(16, len(os.sched_getaffinity(0)))))
+        self._device = torch.cuda.current_device()  # threads begin at the first
+        self._signatures: set[str] = set()
+        self._lock = threading.Lock()
+
+    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        return super().submit(self._compile, functools.partial(compile_kernel, *args, **options))
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        signature = str(kernel.src.signature)
+        with self._lock:
+            is_new = signature not in self._signatures
+            self._signatures.add(signature)
+        if is_new:
+            with torch.cuda.device(self._device):
+                kernel[(1, 1, 1)]  # the first look at a kernel's grid builds its launcher
+        return kernel
 
 
 @contextmanager
@@ -41,28 +84,34 @@ def compiling_only() -> Iterator[None]:
     if INTERPRETED or not hasattr(triton, "AsyncCompileMode"):
         yield
         return
-    num_threads = max(1, min(16, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(num_threads) as threads:
+    prepare().join()
+    with _Compilers() as threads, triton.AsyncCompileMode(threads):
+        _held_back.is_on = True
         try:
-            with triton.AsyncCompileMode(threads):
-                held_back = _held_back.kernels = []
-                yield
-            # Kernels of one signature share a launcher, which is built with a C compiler.
-            kernels = {str(k.src.signature): k for k in map(_finished, held_back)}
+            yield
         finally:
-            _held_back.kernels = None
-        device = torch.cuda.current_device()  # threads begin at the first
-
-        def load(kernel: Any) -> None:
-            """The first look at a kernel's grid builds its launcher."""
-            with torch.cuda.device(device):
-                kernel[(1, 1, 1)]
-
-        list(threads.map(load, kernels.values()))
+            _held_back.is_on = False
 
 
-def _finished(kernel: Any) -> Any:
-    return kernel.result() if hasattr(kernel, "result") else kernel
+@functools.cache
+def prepare() -> threading.Thread:
+    """Do in a thread, once, what the first compilation of a process needs: half a second of it.
+
+    Triton builds a library of its own to reach the driver, and hashes all of itself. Needs no
+    device context, so it can go on beside the loading of weights.
+    """
+
+    def read_all() -> None:
+        if not torch.cuda.is_available():
+            return
+        _ = triton.runtime.driver.active  # made at the first look
+        for module in (triton.runtime.cache, triton.compiler.compiler):  # by version
+            if hasattr(module, "triton_key"):
+                module.triton_key()
+
+    thread = threading.Thread(target=read_all, name="triton", daemon=True)
+    thread.start()
+    return thread
 
 
 class _Kernel(triton.JITFunction):  # type: ignore[misc]
@@ -79,14 +128,18 @@ class _Kernel(triton.JITFunction):  # type: ignore[misc]
         self._constants = [param.name for param in self.params if param.is_constexpr]
         self._compiled: dict[tuple[object, ...], Any] = {}
 
+    def create_binder(self) -> Any:
+        binder = super().create_binder()
+        self.ASTSource = _Source
+        return binder
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if _held_back.kernels is not None:
+        if _held_back.is_on:
             return functools.partial(self._compile, grid)
         return functools.partial(self._launch, grid)
 
     def _compile(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        assert _held_back.kernels is not None, "inside compiling_only()"
-        _held_back.kernels.append(self.warmup(*arguments, grid=grid, **options))
+        self.warmup(*arguments, grid=grid, **options)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         likes: list[object] = [torch.cuda.current_device(), *options.values()]
