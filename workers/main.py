@@ -279,8 +279,13 @@ def _make_device(child: Child) -> Engine:
         from nvserve.workers.sim import SimEngine
 
         return SimEngine(config, page)
+    from nvserve.kernels.dispatch import HAS_TRITON
     from nvserve.workers.engine import TorchEngine
 
+    if config.device == "cuda" and HAS_TRITON:
+        from nvserve.kernels.launch import prepare  # triton is absent from CPU-only installs
+
+        prepare()  # goes on beside the loading of weights
     return TorchEngine(config, page)
 
 
