@@ -74,6 +74,19 @@ def test_random_bits_equal_the_reference_bits() -> None:
         assert torch.equal(out, reference_sampling.token_bits(key, place, 64, 4 * group)[0])
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
+def test_what_the_scan_leaves_begins_at_multiples_of_16_bytes(num_rows: int) -> None:
+    """Else kernels compile once more for the numbers of rows where it does not."""
+    from nvserve.kernels import sampling_triton
+
+    temperature = torch.ones(num_rows, device=DEVICE)
+    integers = torch.arange(num_rows, device=DEVICE)
+    logits = random(num_rows, 4099, dtype=torch.float32)
+    scanned = sampling_triton._scan(logits, temperature, integers.int(), integers, integers, 0)
+    assert [each.data_ptr() % 16 for each in scanned] == [0] * 5
+
+
 @pytest.mark.parametrize("first_token_id", [0, 4096, 37])
 @pytest.mark.parametrize("num_tokens", VOCABULARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
