@@ -55,6 +55,7 @@ class _Compilers(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(max(1, min(16, len(os.sched_getaffinity(0)))))
         self._device = torch.cuda.current_device()  # threads begin at the first
+        self._kernels: list[Any] = []
         self._signatures: set[str] = set()
         self._lock = threading.Lock()
 
@@ -65,12 +66,22 @@ class _Compilers(ThreadPoolExecutor):
         kernel = compile_kernel()
         signature = str(kernel.src.signature)
         with self._lock:
+            self._kernels.append(kernel)
             is_new = signature not in self._signatures
             self._signatures.add(signature)
         if is_new:
-            with torch.cuda.device(self._device):
-                kernel[(1, 1, 1)]  # the first look at a kernel's grid builds its launcher
+            self._load(kernel)
         return kernel
+
+    def _load(self, kernel: Any) -> None:
+        """The first look at a kernel's grid builds its launcher, and loads it to the device."""
+        with torch.cuda.device(self._device):
+            kernel[(1, 1, 1)]
+
+    def load_all(self) -> None:
+        """Once all have ended. Later, loading waits for what runs, which may wait for a peer."""
+        for kernel in self._kernels:
+            self._load(kernel)
 
 
 @contextmanager
@@ -91,6 +102,7 @@ def compiling_only() -> Iterator[None]:
             yield
         finally:
             _held_back.is_on = False
+    threads.load_all()
 
 
 @functools.cache

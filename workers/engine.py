@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from pathlib import Path
-from threading import Thread
 from typing import Final
 
 import torch
@@ -61,7 +60,6 @@ class TorchEngine:
         self._runner: Runner | None = None
         self._is_warm = False  # the largest step ran since the weights were loaded
         self._compile_s = 0.0
-        self._full_tail: Thread | None = None
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
@@ -94,6 +92,7 @@ class TorchEngine:
             # All ranks alike, newcomers too: after the start those wanted come with their steps.
             are_all_wanted = self._parallel.size > 1 and start.epoch == 0
             runner.use_graphs(self._config.max_num_seqs, are_all_wanted=are_all_wanted)
+        runner.compile_full_tail()
         if runner.graphs is not None:
             logger.info("epoch %d has %d CUDA graphs", start.epoch, runner.graphs.num_captured)
         phases = {
@@ -230,7 +229,6 @@ class TorchEngine:
             self._cache = self._make_cache(model, num_blocks)
         if self._runner is None:
             self._runner = self._assemble(model, self._cache)
-            self._runner.full_tail = self._full_tail
         self._runner.clear()
         return self._runner
 
@@ -264,7 +262,6 @@ class TorchEngine:
     def _compile(self, runner: Runner) -> None:
         began = time.monotonic()
         runner.compile_kernels(self._num_warm_up_tokens(runner.model.device))
-        self._full_tail = runner.full_tail
         self._compile_s += time.monotonic() - began
 
     def _assemble(self, model: Decoder, cache: KvCache) -> Runner:

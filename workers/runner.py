@@ -60,7 +60,7 @@ class Runner:
         self._is_in_step: Final = parallel.size > 1  # captures: see graphs.py
         self._pace = Pace(is_in_step=self._is_in_step)
         self._stopwatch: Stopwatch | None = None  # of the last step launched
-        self.full_tail: Thread | None = None  # compiles it; a step that needs it waits
+        self._full_tail: Thread | None = None  # compiles it; a step that needs it waits
 
     @torch.inference_mode()
     def use_graphs(self, max_rows: int, *, are_all_wanted: bool = False) -> None:
@@ -120,10 +120,7 @@ class Runner:
 
     @torch.inference_mode()
     def compile_kernels(self, num_tokens: int) -> None:
-        """Compile what warm_up and the common batch sizes need, kernels in parallel.
-
-        The full tail goes on compiling beside what follows.
-        """
+        """Compile what warm_up and the common batch sizes need, kernels in parallel."""
         if self.model.device.type != "cuda" or not HAS_TRITON:
             return
         # Triton is absent from CPU-only installs.
@@ -142,11 +139,19 @@ class Runner:
             self.model.layers = layers
         self.batch.clear()
 
+    def compile_full_tail(self) -> None:
+        """Compile what a full tail needs, in a thread beside the first steps; once."""
+        if self._full_tail is None and self.model.device.type == "cuda" and HAS_TRITON:
+            self._full_tail = Thread(
+                target=self._sampler.compile_full, args=(self.model.device,), daemon=True
+            )
+            self._full_tail.start()
+
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
         """Run steps as large as they get, on the scratch slot: chunks of num_tokens, all rows.
 
-        The full tail is left out; its kernels compile in a thread.
+        The full tail is left out: see compile_full_tail.
         """
         self._staging.begin()
         batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
@@ -282,9 +287,9 @@ class Runner:
         logits = self.model.logits(hidden)
         if not step.is_full_tail:
             return self._sampler.plain(logits, slots, positions)
-        while self.full_tail is not None and self.full_tail.is_alive():
+        while self._full_tail is not None and self._full_tail.is_alive():
             self._beat(Phase.SAMPLING)
-            self.full_tail.join(BEAT_S / 2)
+            self._full_tail.join(BEAT_S / 2)
         return self._sampler.full(logits, slots, positions, host_slots, step.masks)
 
     def _beat(self, phase: Phase) -> None:

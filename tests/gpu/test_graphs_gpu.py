@@ -6,6 +6,7 @@ import pytest
 import torch
 from step_driver import NUM_BLOCKS, Ask, StepDriver, make_driver
 
+from nvserve.kernels.dispatch import HAS_TRITON
 from nvserve.protocol.messages import Chunks, NewRows, SchedulerOutput, TableChanges, pack_ids
 from nvserve.protocol.sampling import SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
@@ -85,3 +86,25 @@ def test_16_bit_logits_are_close_to_float32(tmp_path: Path) -> None:
         distance = (last_logits(rounded, prompt) - expected).abs().amax(dim=1)
         limit = 2e-2 * expected.abs().amax(dim=1)
         assert (distance <= limit).all(), f"length {length}: {(distance / limit).max():.2f}"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_a_full_tail_has_its_kernels_before_the_first_request_needs_it(tmp_path: Path) -> None:
+    from nvserve.kernels.sampling_select import _select_kernel
+    from nvserve.kernels.sampling_triton import _scan_kernel
+
+    driver = make(tmp_path, "bfloat16", is_eager=True)
+    thread = driver.runner._full_tail
+    assert thread is not None
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+    def num_compiled() -> list[int]:
+        caches = [kernel.device_caches[0] for kernel in (_select_kernel, _scan_kernel)]
+        return [len(cache[0]) for cache in caches]
+
+    before = num_compiled()
+    assert min(before) > 0
+    nucleus = SamplingParams(temperature=0.8, top_p=0.9, ignore_eos=True)
+    driver.generate([Ask([7 + n, 8], 3, nucleus, seed=n) for n in range(3)])
+    assert num_compiled() == before
