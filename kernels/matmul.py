@@ -41,6 +41,8 @@ class SkinnyCut(NamedTuple):
 #     6144 x 4096        13.2 / 16.0     17.1 / 16.2     17.3 / 16.6
 #     4096 x 4096         9.9 / 12.8     11.0 / 12.8     12.7 / 13.4
 #     4096 x 14336       28.9 / 31.7     31.3 / 31.9     34.9 / 33.9 in shares
+#     5120 x 8192                        25.3 / 27.1     26.6 / 27.2 in shares
+#     8192 x 4096                        19.3 / 19.0     19.9 / 19.6
 #     8192 x 14336                       57.8 / 60.2     59.6 / 61.6
 #     gated 3072 x 1024   4.4 /  7.0      7.7 /  7.2      6.6 /  7.3
 #     gated 14336 x 4096 55.0 / 61.2     64.3 / 58.5     65.8 / 62.4
@@ -77,9 +79,9 @@ def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
         if not is_wide:
             return _DEEP
         return _NARROW if inputs <= 2048 else _THIN_SHARES
+    if outputs < 8192 and inputs >= _LONG_INPUTS:
+        return _SHARES
     if outputs <= 4096:
-        if inputs > _LONG_INPUTS:
-            return _SHARES
         return _MIDDLE if is_wide else _DEEP
     if outputs <= 8192:
         return _SHORT if is_wide else _DEEP
