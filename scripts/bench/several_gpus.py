@@ -21,7 +21,7 @@ from nvserve.scripts.bench.engine import format_table
 from nvserve.scripts.bench.part import Outcome, Part, Result, limits_s, run_part
 
 BENCH: Final = "nvserve.scripts.bench"
-RESERVE_S: Final = 55.0  # of a part with faults: for the last one, the end of the load, the memory
+RESERVE_S: Final = 40.0  # of a part with faults: for the last one, the end of the load, the memory
 WAIT_LIMIT_S: Final = 60.0  # for one recovery
 MIB: Final = 1 << 20
 ROWS: Final = "32"  # of the all-reduce that the table tells
@@ -200,7 +200,7 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 @click.option("--num-prompts", type=click.IntRange(1), default=20, help="Of the equal ids.")
 @click.option("--max-batch", type=click.IntRange(1), default=17, help="Of the equal ids.")
 @click.option("--num-kv-blocks", default=0, help="Exact pool size, 0 to measure.")
-@click.option("--hang-timeout", default=10.0, help="Of the servers: graphs are captured anew.")
+@click.option("--hang-timeout", default=6.0, help="Of the servers: graphs are captured anew.")
 @click.option("--parts", "names", default="", help="Only these, such as: step,recovery.")
 @click.option("--budget", "budget_s", type=float, default=480.0, help="Seconds for everything.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON.")
