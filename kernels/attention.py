@@ -7,7 +7,7 @@ Caches are [num_blocks, block_size, K, D]; block 0 is scratch.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -29,6 +29,27 @@ class AttentionMetadata:
     max_seq_len: int
     # What AttentionBackend.plan_decode left for its own decode calls; None before it ran.
     decode_plan: object = None
+
+
+class NewTokens(NamedTuple):
+    """One token of each request before its heads are normed and rotated.
+
+    The arguments of rope.qk_norm_rope_cache, whose positions and slots follow from the lengths and
+    the tables: a new token is the last of its request.
+    """
+
+    qkv: torch.Tensor  # [R, (H + 2 K) * D], rows contiguous
+    cos_sin: torch.Tensor  # [max_position, D] float32
+    q_weight: torch.Tensor | None  # [D]
+    k_weight: torch.Tensor | None
+    eps: float
+
+
+FusedDecode: TypeAlias = Callable[
+    [NewTokens, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
+]
+# Up to how many rows a decode step takes the fused way where there is one; 0: never.
+FUSED_ROWS: Final = 64
 
 
 class AttentionBackend(Protocol):
@@ -73,6 +94,17 @@ class AttentionBackend(Protocol):
         scale: float,
     ) -> torch.Tensor:
         """Attention of one query a request, q [R, H, D] -> [R, H, D]; may be captured."""
+
+    @property
+    def decode_fused(self) -> FusedDecode | None:
+        """qk_norm_rope_cache of new tokens and decode, (new, key_cache, value_cache, meta, scale)
+        -> [R, H, D], in one kernel; None where the backend has none. Every length is at least 1.
+        """
+
+
+def fused_decode(backend: AttentionBackend, num_rows: int) -> FusedDecode | None:
+    """The one place that chooses whether a decode step of this many rows is fused, or None."""
+    return backend.decode_fused if num_rows <= FUSED_ROWS else None
 
 
 def _no_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str:

@@ -11,6 +11,11 @@ Plan (int32, [R + 1 + R * K + programs]): first unit of each request within a he
 an arrival counter for each request and head, which the combining program sets back to zero; the
 request in which each program starts.
 
+There are two ways in. decode() takes queries, and finds all keys in the cache. decode_fused() takes
+what the QKV projection left: each program norms and rotates the queries it needs, and the one that
+has a request's last unit also makes the new token's key and value, writes them to the cache, and
+begins with them as a first key. Nothing reads them from the cache in the same launch.
+
 R requests, H query heads, K KV heads, G = H / K, D head size, P tokens of a block.
 """
 
@@ -20,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nvserve.kernels.attention import NewTokens
+from nvserve.kernels.attention_new_token import begin_fused
 from nvserve.kernels.launch import (
     inputs_ready,
     jit,
@@ -31,6 +38,7 @@ from nvserve.kernels.launch import (
 )
 
 LOG2E: Final = 1.4426950408889634
+_NUM_REGISTERS: Final = 65536  # of an SM
 
 
 class DecodeShape(NamedTuple):
@@ -126,7 +134,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 @jit_general("num_requests")
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
+    q_ptr,  # of qkv rows where IS_FUSED
     key_ptr,
     value_ptr,
     block_tables_ptr,
@@ -138,16 +146,27 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     num_requests,
     table_stride,
     scale,  # softmax scale times log2(e)
+    qkv_stride,  # this and what follows: only where IS_FUSED, else None
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,  # GROUP padded to a power of two, one for each warp at least
     ROWS: tl.constexpr,  # GROUP padded to what a matrix instruction takes
     DIM: tl.constexpr,  # HEAD_DIM padded to a power of two
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    IS_FUSED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Where fused, the last of a request's tokens is not read from the cache.
+    num_new: tl.constexpr = 1 if IS_FUSED else 0
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
@@ -165,7 +184,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     last_unit = head * units + tl.load(plan_ptr + request + 1)
     if PDL and HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
         tokens = (unit - first_unit) * TILE + tl.arange(0, TILE)
-        tokens = tl.where((tokens < length) & (unit < end), tokens, 0)
+        tokens = tl.where((tokens < length - num_new) & (unit < end), tokens, 0)
         table_at = block_tables_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE
         kv_row = tl.load(table_at).to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
         kv_row = kv_row * NUM_KV_HEADS + tl.where(unit < end, head, 0)
@@ -179,15 +198,48 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         heads = head * GROUP + rows
         q_at = (request * NUM_KV_HEADS * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
         q_mask = (rows < GROUP)[:, None] & in_dim[None, :]
-        q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
+        if not IS_FUSED:
+            q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
         table = block_tables_ptr + request.to(tl.int64) * table_stride
 
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
-        for tile in tl.range(unit - first_unit, stop - first_unit, num_stages=STAGES):
+        num_cached = length - num_new
+        first_tile, stop_tile = unit - first_unit, stop - first_unit
+        if IS_FUSED:
+            # The last unit has no cached key where the new token is the first of its tile.
+            stop_tile = tl.minimum(stop_tile, tl.cdiv(num_cached, TILE))
+            is_new = (stop == last_unit) & (length > 0)
+            q, first_score, value = begin_fused(
+                q_ptr + request.to(tl.int64) * qkv_stride,
+                cos_sin_ptr,
+                q_weight_ptr,
+                k_weight_ptr,
+                eps,
+                scale,
+                key_ptr,
+                value_ptr,
+                table,
+                tl.maximum(num_cached, 0),
+                is_new,
+                head,
+                BLOCK_SIZE,
+                NUM_KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                ROWS,
+                DIM,
+                QUERIES,
+                Q_NORM,
+                K_NORM,
+            )
+            best = tl.where(is_new, first_score, best)
+            total = tl.where(is_new, 1.0, total)
+            acc += value[None, :]
+        for tile in tl.range(first_tile, stop_tile, num_stages=STAGES):
             tokens = tile * TILE + tl.arange(0, TILE)
-            inside = tokens < length
+            inside = tokens < num_cached
             block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             kv_row = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head
             kv_at = kv_row[:, None] * HEAD_DIM + dims[None, :]
@@ -281,18 +333,56 @@ def decode(
     shape: DecodeShape,
 ) -> torch.Tensor:
     """Attention of q [R, H, D] contiguous over the paged cache; the plan is of the same shape."""
-    num_requests, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
     q = q.contiguous()
+    caches = (key_cache, value_cache)
+    return _launch(q, None, q.shape[1], *caches, block_tables, seq_lens, plan, scale, shape)
+
+
+def decode_fused(
+    new: NewTokens,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    shape: DecodeShape,
+) -> torch.Tensor:
+    """What AttentionBackend.decode_fused says; [R, H, D]. The plan is of the same shape."""
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    assert new.qkv.stride(1) == 1
+    assert new.cos_sin.is_contiguous()
+    assert new.cos_sin.shape[1] == head_dim
+    num_heads = new.qkv.shape[1] // head_dim - 2 * num_kv_heads
+    caches = (key_cache, value_cache)
+    return _launch(new.qkv, new, num_heads, *caches, block_tables, seq_lens, plan, scale, shape)
+
+
+def _launch(
+    queries: torch.Tensor,
+    new: NewTokens | None,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    shape: DecodeShape,
+) -> torch.Tensor:
+    """Queries [R, H, D], or rows of new.qkv."""
+    num_requests = queries.shape[0]
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    group = num_heads // num_kv_heads
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
-    num_programs = num_sms(q.device) * shape.programs_per_sm
-    out = torch.empty_like(q)
-    partial = q.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
-    sums = q.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
+    num_programs = num_sms(queries.device) * shape.programs_per_sm
+    num_threads = 32 * shape.warps * shape.programs_per_sm
+    out = queries.new_empty(num_requests, num_heads, head_dim)
+    partial = queries.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
+    sums = queries.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
     _decode_kernel[(num_programs,)](
-        q,
+        queries,
         key_cache,
         value_cache,
         block_tables,
@@ -304,15 +394,26 @@ def decode(
         num_requests,
         block_tables.stride(0),
         scale * LOG2E,
+        None if new is None else new.qkv.stride(0),
+        None if new is None else new.cos_sin,
+        None if new is None else new.q_weight,
+        None if new is None else new.k_weight,
+        None if new is None else new.eps,
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        QUERIES=max(shape.warps, triton.next_power_of_2(group)),
         ROWS=max(16, triton.next_power_of_2(group)),
         DIM=max(16, triton.next_power_of_2(head_dim)),
         TILE=shape.tile,
         STAGES=shape.stages,
+        Q_NORM=new is not None and new.q_weight is not None,
+        K_NORM=new is not None and new.k_weight is not None,
+        IS_FUSED=new is not None,
         num_warps=shape.warps,
-        **launch_options(q.device),
+        # What a thread may have if as many programs as planned are to be on an SM.
+        maxnreg=None if new is None else min(255, _NUM_REGISTERS // num_threads),
+        **launch_options(queries.device),
     )
     return out

@@ -12,6 +12,7 @@ class Flash3Backend:
     """FlashAttention 3 (`flash_attn_interface`): Hopper, 16 bits, any page size."""
 
     name = "fa3"
+    decode_fused = None
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module("flash_attn_interface")
@@ -93,12 +94,14 @@ class MixedBackend:
         self.prefill = Flash3Backend().prefill
         decoder = TritonBackend()
         self.plan_decode, self.decode = decoder.plan_decode, decoder.decode
+        self.decode_fused = decoder.decode_fused
 
 
 class Flash2Backend:
     """FlashAttention 2 (`flash_attn`): Ampere and later, 16 bits, pages of a multiple of 256."""
 
     name = "fa2"
+    decode_fused = None
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module("flash_attn")

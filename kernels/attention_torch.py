@@ -59,6 +59,7 @@ class TorchBackend:
     """Any device and dtype, accumulated in float32; synchronizes with the host."""
 
     name = "torch"
+    decode_fused = None
 
     def plan_decode(
         self,

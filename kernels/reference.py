@@ -117,6 +117,30 @@ def paged_attention(
     return out
 
 
+def decode_fused(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Write each request's last token to the cache, rotated, and attend with it: [R, H, D]."""
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    positions = seq_lens.long() - 1
+    blocks = block_tables.long().gather(1, positions[:, None] // block_size)[:, 0]
+    slots = blocks * block_size + positions % block_size
+    heads = (qkv.shape[1] // head_dim - 2 * num_kv_heads, num_kv_heads)
+    norms, caches = (cos_sin, q_weight, k_weight, eps), (key_cache, value_cache)
+    q = qk_norm_rope_cache(qkv, positions, *norms, *caches, slots, *heads)
+    starts = torch.arange(len(qkv) + 1)
+    return paged_attention(q, *caches, starts, seq_lens, block_tables, scale)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, accumulated in float32."""
     out = x.float() @ weight.float().T
