@@ -157,6 +157,31 @@ def paged(
     return cache, -cache, tables
 
 
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+def test_fused_decode_is_its_parts_in_sequence(is_normed: bool) -> None:
+    lengths = [9, 1, 4]
+    keys = [torch.randn(length, NUM_KV_HEADS, HEAD_DIM) for length in lengths]
+    key_cache, value_cache, tables = paged(keys, BLOCK_SIZE)
+    slots = [int(tables[row, (n - 1) // 4]) * 4 + (n - 1) % 4 for row, n in enumerate(lengths)]
+    qkv = torch.randn(3, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    gain, table = torch.rand(HEAD_DIM) + 0.5 if is_normed else None, cos_sin_table(50)
+    apart, ends = (key_cache.clone(), value_cache.clone()), torch.tensor(lengths)
+    q = rope.qk_norm_rope_cache(
+        *(qkv, ends - 1, table, gain, gain, 1e-6),
+        *apart,
+        torch.tensor(slots),
+        NUM_HEADS,
+        NUM_KV_HEADS,
+    )
+    expected = reference.paged_attention(q, *apart, torch.arange(4), ends, tables, 0.3)
+    out = reference.decode_fused(
+        qkv, table, gain, gain, 1e-6, key_cache, value_cache, tables, ends, 0.3
+    )
+    assert torch.equal(out, expected)
+    for ours, theirs in zip((key_cache, value_cache), apart, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
 def test_paged_attention_is_dense_attention_of_each_request() -> None:
     lengths, queries = [9, 1, 14, 6], [4, 1, 14, 2]
     keys = [torch.randn(length, 2, 8) for length in lengths]
@@ -264,6 +289,23 @@ def test_a_cpu_gets_torch_attention_and_a_reason_for_every_other() -> None:
     for name, reason in (("fa3", "CUDA"), ("fa2", "CUDA"), ("triton", ""), ("best", "there are")):
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             attention.select_backend(CPU, torch.bfloat16, 64, 16, name)
+
+
+def test_a_decode_step_is_fused_where_the_backend_can_and_rows_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fused(new: attention.NewTokens, *rest: object) -> torch.Tensor:
+        return new.qkv
+
+    class Able(attention_torch.TorchBackend):
+        decode_fused = staticmethod(fused)  # type: ignore[assignment]
+
+    rows = attention.FUSED_ROWS
+    assert attention.fused_decode(Able(), rows) is fused
+    assert attention.fused_decode(Able(), rows + 1) is None
+    assert attention.fused_decode(attention_torch.TorchBackend(), 1) is None
+    monkeypatch.setattr(attention, "FUSED_ROWS", 0)
+    assert attention.fused_decode(Able(), 1) is None
 
 
 def test_flash_attention_3_is_told_the_lengths_the_pages_and_the_plan(

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from nvserve.kernels.attention import AttentionBackend
+from nvserve.kernels.attention import AttentionBackend, NewTokens, fused_decode
 from nvserve.kernels.matmul import linear, linear_silu_mul
 from nvserve.kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from nvserve.kernels.rope import qk_norm_rope_cache
@@ -118,19 +118,26 @@ class Decoder:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """This rank's part of the output, [T, N]."""
-        q = qk_norm_rope_cache(
-            linear(x, layer.qkv, layer.qkv_bias),
-            inputs.positions,
-            self.rotary,
-            layer.q_norm,
-            layer.k_norm,
-            self.config.norm_eps,
-            *cache,
-            inputs.slot_mapping,
-            self.shard.num_heads,
-            self.shard.num_kv_heads,
-        )
-        mixed = attend(q, cache, inputs, backend, self.scale).flatten(1)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        norms = (layer.q_norm, layer.k_norm, self.config.norm_eps)
+        fused = fused_decode(backend, len(x)) if inputs.prefill is None else None
+        if fused is not None:
+            assert inputs.decode is not None, "a step without tokens runs no model"
+            new = NewTokens(qkv, self.rotary, *norms)
+            mixed = fused(new, *cache, inputs.decode, self.scale)
+        else:
+            q = qk_norm_rope_cache(
+                qkv,
+                inputs.positions,
+                self.rotary,
+                *norms,
+                *cache,
+                inputs.slot_mapping,
+                self.shard.num_heads,
+                self.shard.num_kv_heads,
+            )
+            mixed = attend(q, cache, inputs, backend, self.scale)
+        mixed = mixed.flatten(1)
         return linear(mixed, layer.output, out=self.parallel.place(MIXED, len(x)))
 
     def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
