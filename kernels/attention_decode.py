@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 
 from nvserve.kernels.attention import NewTokens
+from nvserve.kernels.attention_combine import combine
 from nvserve.kernels.attention_new_token import begin_fused
 from nvserve.kernels.launch import (
     inputs_ready,
-    jit,
     jit_general,
     launch_options,
     num_sms,
@@ -38,7 +38,6 @@ from nvserve.kernels.launch import (
 )
 
 LOG2E: Final = 1.4426950408889634
-_NUM_REGISTERS: Final = 65536  # of an SM
 
 
 class DecodeShape(NamedTuple):
@@ -86,50 +85,6 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     request_ptr = plan_ptr + 1 + num_requests + num_counters
     first_request = tl.sum(before.to(tl.int32), axis=1)
     tl.store(request_ptr + programs, first_request, mask=programs < num_programs)
-
-
-@jit
-def _combine(  # type: ignore[no-untyped-def]
-    partial_ptr,
-    sums_ptr,
-    first_program,
-    count,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Merge the partial results of `count` consecutive programs; [ROWS, DIM] float32."""
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM)
-    in_rows = rows < GROUP
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, DIM], tl.float32)
-    for first in range(0, count, UNROLL):
-        for step in tl.static_range(UNROLL):
-            index = first + step
-            # The first program reaches this request last in its share, the others first in theirs.
-            slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
-            valid = in_rows & (index < count)
-            at = slot * GROUP + rows
-            # .cg: another SM wrote these, and this SM's L1 must not answer.
-            top = tl.load(sums_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")
-            mass = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=0.0, cache_modifier=".cg")
-            values = tl.load(
-                partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
-                mask=valid[:, None] & (dims < HEAD_DIM)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_best = tl.maximum(best, top)
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-            old_scale, scale = tl.exp2(best - safe), tl.exp2(top - safe)
-            total = total * old_scale + mass * scale
-            out = out * old_scale[:, None] + values * scale[:, None]
-            best = new_best
-    return out / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @jit_general("num_requests")
@@ -274,7 +229,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             count = (last_unit - 1) // share - first_program + 1
             if arrived == count - 1:
                 tl.store(counter, 0)
-                merged = _combine(
+                merged = combine(
                     partial_ptr, sums_ptr, first_program, count, GROUP, ROWS, HEAD_DIM, DIM, 4
                 )
                 tl.store(out_ptr + q_at, merged.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -377,7 +332,6 @@ def _launch(
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     num_programs = num_sms(queries.device) * shape.programs_per_sm
-    num_threads = 32 * shape.warps * shape.programs_per_sm
     out = queries.new_empty(num_requests, num_heads, head_dim)
     partial = queries.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
     sums = queries.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
@@ -412,8 +366,13 @@ def _launch(
         K_NORM=new is not None and new.k_weight is not None,
         IS_FUSED=new is not None,
         num_warps=shape.warps,
-        # What a thread may have if as many programs as planned are to be on an SM.
-        maxnreg=None if new is None else min(255, _NUM_REGISTERS // num_threads),
+        maxnreg=None if new is None else _max_registers(shape),
         **launch_options(queries.device),
     )
     return out
+
+
+def _max_registers(shape: DecodeShape) -> int | None:
+    """Of a thread, if as many programs as planned are to be on an SM; None: any number will do."""
+    limit = 65536 // (32 * shape.warps * shape.programs_per_sm)
+    return limit if limit < 256 else None
