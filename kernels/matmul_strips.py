@@ -1,4 +1,4 @@
-"""Matmul of 2 to 32 rows of x on the matrix units: strips of outputs, tiles of a strip's inputs.
+"""Matmul of 2 to 128 rows of x on the matrix units: strips of outputs, tiles of a strip's inputs.
 
 Programs take whole strips, round robin, or equal shares: the tiles of all strips are one line, of
 which each program takes a run, so that every multiprocessor has the same to read, whatever the
@@ -297,7 +297,7 @@ def strips(
     *,
     gated: bool,
 ) -> None:
-    """linear, or gated linear_silu_mul, of 2 to 32 rows of x; weight and out are contiguous."""
+    """linear, or gated linear_silu_mul, of 2 to 128 rows of x; weight and out are contiguous."""
     num_tokens, inputs = x.shape
     outputs = out.shape[1]
     tokens = max(16, triton.next_power_of_2(num_tokens))

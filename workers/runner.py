@@ -30,7 +30,7 @@ from nvserve.workers.sampler import Sampled, Sampler
 from nvserve.workers.staging import Staging
 
 # One of each kind that kernels are compiled for, beside the whole batch.
-COMPILED_ROWS: Final = (2, 1, 17, 33, 49)
+COMPILED_ROWS: Final = (2, 1, 17, 33, 49, 65)
 
 
 class Runner:
@@ -135,9 +135,20 @@ class Runner:
                 self.warm_up(num_tokens)
                 for num_rows in others:
                     self.plain_step(self.batch.rows[:num_rows])
+                self._mix_few_rows()
         finally:
             self.model.layers = layers
         self.batch.clear()
+        torch.cuda.synchronize(self.model.device)  # what was staged is free again
+
+    def _mix_few_rows(self) -> None:
+        """Mixed steps on the scratch slot: their decode rows are not fused with what is before."""
+        self._staging.begin()
+        batch = self.batch
+        columns = batch.upload_chunks(Chunks([batch.scratch], [0], [1], bytes(4), [True]))
+        for num_rows in (COMPILED_ROWS[0], COMPILED_ROWS[-1]):
+            self.mixed_forward(batch.rows[:num_rows], columns)
+        self._staging.end()
 
     def compile_full_tail(self) -> None:
         """Compile what a full tail needs, in a thread beside the first steps; once."""

@@ -12,11 +12,11 @@ pytestmark = MARKS
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 
-PROJECTIONS = [(6144, 4096), (4096, 14336), (1024, 3072), (96, 80), (1000, 2056)]
+PROJECTIONS = [(6144, 4096), (4096, 14336), (1024, 3072), (1024, 2048), (96, 80), (1000, 2056)]
 
 
 @on_gpu_only
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 32, 33, 64, 65, 100, 128])
 @pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear_matches_the_reference(
@@ -84,7 +84,15 @@ def check_strips(num_tokens: int, outputs: int, inputs: int, biased: bool, cut: 
 @needs_triton
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "inputs"),
-    [(2, 37, 200), (5, 130, 72), (17, 16, 40), (32, 70, 96), (3, 16, 400)],
+    [
+        (2, 37, 200),
+        (5, 130, 72),
+        (17, 16, 40),
+        (32, 70, 96),
+        (3, 16, 400),
+        (50, 37, 96),
+        (100, 40, 72),
+    ],
 )
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [16, 64])
