@@ -87,6 +87,7 @@ def latency(**flags: Any) -> None:
         draw = _drawer(model, context)
         backend = _measure_rig(config, table, draw, output_len)
         with started_engine(model, options, needed_len=needed_len) as engine:
+            engine.settle()
             for batch, figures in table.items():
                 figures |= _measure_engine(engine, draw(batch), output_len)
     for batch, figures in table.items():

@@ -64,6 +64,7 @@ def throughput(**flags: Any) -> None:
             if flags["num_requests"]:
                 result["mix"] = _run_mix(engine, model, options.seed, flags)
             if batches:
+                engine.settle()
                 lens = (short_len, long_len)
                 steps = _run_steps(engine, model, batches, lens, flags)
                 result["steps"] = add_floors(steps, floors)
