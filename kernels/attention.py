@@ -55,7 +55,10 @@ FUSED_ROWS: Final = 48
 
 
 class AttentionBackend(Protocol):
-    """One implementation of paged attention. K and V of the step's tokens are already written."""
+    """One implementation of paged attention.
+
+    K and V of the step's tokens are already written, but for those that decode_fused writes.
+    """
 
     name: str
 

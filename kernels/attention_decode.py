@@ -366,13 +366,6 @@ def _launch(
         K_NORM=new is not None and new.k_weight is not None,
         IS_FUSED=new is not None,
         num_warps=shape.warps,
-        maxnreg=None if new is None else _max_registers(shape),
         **launch_options(queries.device),
     )
     return out
-
-
-def _max_registers(shape: DecodeShape) -> int | None:
-    """Of a thread, if as many programs as planned are to be on an SM; None: any number will do."""
-    limit = 65536 // (32 * shape.warps * shape.programs_per_sm)
-    return limit if limit < 256 else None

@@ -1,8 +1,9 @@
-"""The projections: skinny_cut, one function of the shape, chooses the matmul kernel.
+"""The projections: skinny_cut and gated_cut, functions of the shape, choose the matmul kernel.
 
-A decode step with few rows only streams weights. Where that was measured faster than cuBLAS, the
-Triton kernels of matmul_triton.py do it: for one row on the ordinary units, for more on the matrix
-units. They fetch weights before the kernel ahead of them has finished, which cuBLAS cannot.
+A decode step with few rows only streams weights. Where that was measured faster than cuBLAS, our
+Triton kernels do it: for one row on the ordinary units (matmul_triton.py), for more on the matrix
+units (matmul_strips.py). They fetch weights before the kernel ahead of them has finished, which
+cuBLAS cannot.
 
 T tokens, K inputs, N outputs.
 """
@@ -119,15 +120,16 @@ def gated_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) ->
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def _has_room(device: torch.device) -> bool:
+    """For cuts of 200 KB of shared memory: Hopper, and the Blackwell of data centers."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _cut(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> SkinnyCut | None:
     if not (HAS_TRITON and x.is_cuda) or x.shape[0] == 0:
         return None
-    if not _is_hopper(x.device):
-        return None  # measured, and for more than one row possible, only there
+    if not _has_room(x.device):
+        return None
     if is_gated:
         return gated_cut(x.shape[0], weight.shape[0] // 2, weight.shape[1], x.dtype)
     return skinny_cut(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)

@@ -2,11 +2,13 @@
 
 A step without chunks takes the decode path, which reads and moves the decode list on the device and
 waits for nothing. Everything else is a mixed step: one forward over decode rows and chunks. The
-keys and values of a step's tokens are written first; its attention then reads the cache only.
+keys and values of a step's tokens are written before its attention reads the cache, or, in a decode
+step of few rows, by the attention itself.
 
 R rows that sample, T tokens of the step, N hidden size.
 """
 
+import logging
 from itertools import compress
 from threading import Thread
 from typing import Final
@@ -28,6 +30,8 @@ from nvserve.workers.pending_step import PendingStep, Stopwatch
 from nvserve.workers.prompt_scores import PromptScorer
 from nvserve.workers.sampler import Sampled, Sampler
 from nvserve.workers.staging import Staging
+
+logger = logging.getLogger(__name__)
 
 # One of each kind that kernels are compiled for, beside the whole batch.
 COMPILED_ROWS: Final = (2, 1, 17, 33, 49, 65)
@@ -120,8 +124,11 @@ class Runner:
 
     @torch.inference_mode()
     def compile_kernels(self, num_tokens: int) -> None:
-        """Compile what warm_up and the common batch sizes need, kernels in parallel."""
-        if self.model.device.type != "cuda" or not HAS_TRITON:
+        """Compile what warm_up and the common batch sizes need, kernels in parallel.
+
+        Only where the attention is ours: others would run, on lengths that nothing wrote.
+        """
+        if self.model.device.type != "cuda" or self.backend.decode_fused is None:
             return
         # Triton is absent from CPU-only installs.
         from nvserve.kernels.launch import compiling_only
@@ -135,28 +142,37 @@ class Runner:
                 self.warm_up(num_tokens)
                 for num_rows in others:
                     self.plain_step(self.batch.rows[:num_rows])
-                self._mix_few_rows()
+                self._mix_few_tokens()
         finally:
             self.model.layers = layers
         self.batch.clear()
         torch.cuda.synchronize(self.model.device)  # what was staged is free again
 
-    def _mix_few_rows(self) -> None:
-        """Mixed steps on the scratch slot: their decode rows are not fused with what is before."""
+    def _mix_few_tokens(self) -> None:
+        """Mixed steps on the scratch slot: their decode rows are not fused with what is before.
+
+        Of each kind of matmul too, for which there may be too few rows.
+        """
         self._staging.begin()
-        batch = self.batch
-        columns = batch.upload_chunks(Chunks([batch.scratch], [0], [1], bytes(4), [True]))
-        for num_rows in (COMPILED_ROWS[0], COMPILED_ROWS[-1]):
-            self.mixed_forward(batch.rows[:num_rows], columns)
+        batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
+        few, *_, many = COMPILED_ROWS
+        for num_rows, num_tokens in ((few, 1), (many, 1), (few, 33), (few, 65)):
+            count = min(num_tokens, limit)
+            chunks = Chunks([batch.scratch], [0], [count], bytes(4 * count), [True])
+            self.mixed_forward(batch.rows[:num_rows], batch.upload_chunks(chunks))
         self._staging.end()
 
     def compile_full_tail(self) -> None:
         """Compile what a full tail needs, in a thread beside the first steps; once."""
         if self._full_tail is None and self.model.device.type == "cuda" and HAS_TRITON:
-            self._full_tail = Thread(
-                target=self._sampler.compile_full, args=(self.model.device,), daemon=True
-            )
+            self._full_tail = Thread(target=self._compile_full_tail, daemon=True)
             self._full_tail.start()
+
+    def _compile_full_tail(self) -> None:
+        try:
+            self._sampler.compile_full(self.model.device)
+        except Exception:  # the step that needs it will say so again
+            logger.exception("the kernels of top-k and top-p did not compile ahead")
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:

@@ -120,7 +120,8 @@ class Sampler:
     def compile_full(self, device: torch.device) -> None:
         """Compile the kernels of sample(), for few rows and for many, without running them.
 
-        They take longest of all: this is for a thread beside the start.
+        They take longest of all: this is for a thread beside the first steps, and so for kernels
+        that no plain step launches, which could find one half loaded.
         """
         # Triton is absent from CPU-only installs.
         from nvserve.kernels.launch import compiling_only

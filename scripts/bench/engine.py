@@ -79,7 +79,7 @@ class Started:
     llm: LLM
     start_s: float  # until it could be asked
     ready_s: float  # from starting the command to its ready line
-    has_graphs: bool
+    has_graphs: bool  # more of which come in calm moments
     details: list[str] = field(default_factory=list)
 
     def settle(self) -> None:
@@ -216,7 +216,8 @@ def started_engine(
     with llm:
         start_s = time.perf_counter() - begun_s
         device = bench_config(model, options, needed_len).device
-        has_graphs = device == "cuda" and not options.enforce_eager
+        is_alone = options.tensor_parallel_size == 1  # ranks of a group capture all at the start
+        has_graphs = device == "cuda" and is_alone and not options.enforce_eager
         told = llm.announcement
         yield Started(llm, start_s, told.start_s, has_graphs, told.details)
 
