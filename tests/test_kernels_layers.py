@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,9 +72,27 @@ def test_embed_rms_norm_returns_rows_normalized_and_as_they_are() -> None:
 
 def test_only_few_rows_of_bfloat16_leave_cublas() -> None:
     assert matmul.skinny_cut(1, 4096, 4096, torch.bfloat16) is not None
-    assert matmul.skinny_cut(33, 4096, 4096, torch.bfloat16) is None
+    assert matmul.skinny_cut(128, 4096, 4096, torch.bfloat16) is not None
+    assert matmul.skinny_cut(129, 4096, 4096, torch.bfloat16) is None
+    assert matmul.skinny_cut(33, 28672, 4096, torch.bfloat16) is None
     assert matmul.skinny_cut(1, 4096, 4096, torch.float32) is None
     assert matmul.skinny_cut(1, 4096, 4100, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 32, 33, 64, 65, 128])
+def test_the_tiles_of_every_cut_fit_into_shared_memory(num_tokens: int) -> None:
+    """Stages of a tile of weights (two where gated) and one of x, 16 bits each."""
+    padded = max(16, 1 << (num_tokens - 1).bit_length())
+    widths = (1024, 2048, 3072, 4096, 5120, 6144, 8192, 14336, 28672, 151936)
+    num_chosen = 0
+    for outputs, inputs in product(widths, widths[:-2]):
+        for choose, parts in ((matmul.skinny_cut, 1), (matmul.gated_cut, 2)):
+            cut = choose(num_tokens, outputs, inputs, torch.bfloat16)
+            if cut is not None:
+                num_chosen += 1
+                tile = 2 * cut.inputs * (parts * cut.outputs + padded)
+                assert cut.stages * tile <= 220 << 10, (outputs, inputs, cut)
+    assert num_chosen > 0
 
 
 # -- rope ------------------------------------------------------------------------------------------
