@@ -92,6 +92,7 @@ class Engine:
     ) -> None:
         self.life: Final = life
         self.stats: CoreStats | None = None
+        self.last_step_time = 0.0  # UNIX seconds of the last step known of, 0 before the first
         self.journal: Final = Journal()
         self.num_gaps = 0
         self.num_replays = 0
@@ -263,10 +264,8 @@ class Engine:
                 assert_never(message)
 
     def _take_stats(self, message: CoreStats) -> None:
-        """The last step may be one of an earlier life of core."""
-        if not message.last_step_time and self.stats is not None:
-            last = self.stats.last_step_time
-            message = msgspec.structs.replace(message, last_step_time=last)
+        """The last step may be one of an earlier life of core, or younger than this message."""
+        self.last_step_time = max(self.last_step_time, message.last_step_time)
         self.stats = message
         is_busy = message.num_running + message.num_waiting > 0
         self._pace.note(sum(message.finished_totals), message.time, is_busy=is_busy)
@@ -326,6 +325,8 @@ class Engine:
 
     def _on_emits(self, message: Emits) -> None:
         tokens = unpack_ids(message.tokens)
+        if tokens:  # core tells it too, but only some times a second
+            self.last_step_time = time.time()
         append = self.journal.append
         start = 0
         columns = zip(

@@ -332,8 +332,7 @@ class _Api:
     async def ready(self, exchange: Exchange) -> None:
         """GET /ready: 200 when a request would be served now, else 503 with the reason."""
         state = self._service.state
-        stats = self._service.engine.stats
-        last_step = stats.last_step_time if stats is not None else 0.0
+        last_step = self._service.engine.last_step_time
         document = {
             "status": "ok" if state is State.READY else state.value,
             "reason": self._service.condition.reason,

@@ -94,12 +94,14 @@ class Sources:
         *,
         model_name: str,
         stats: Callable[[], CoreStats | None],
+        last_step_time: Callable[[], float],
         condition: Callable[[], Condition],
         own_totals: Callable[[], dict[str, int]],
         num_open: Callable[[], int],
     ) -> None:
         self._labels: Final = {"model_name": model_name}
         self._stats: Final = stats
+        self._last_step_time: Final = last_step_time
         self._condition: Final = condition
         self._own_totals: Final = own_totals
         self._num_open: Final = num_open
@@ -109,6 +111,10 @@ class Sources:
         stats, labels = self._stats(), self._labels
         if stats is not None:
             yield from _core_gauges(stats, labels)
+            last = self._last_step_time()
+            age_s = time.time() - last if last else 0.0
+            text = "Since the last committed step."
+            yield _gauge("last_step_age_seconds", text, age_s, labels)
             yield from _core_totals(stats, labels)
         yield from _restarts(self._condition(), labels)
         yield _gauge("frontend_open_requests", "Requests in the journal.", self._num_open(), labels)
@@ -145,14 +151,12 @@ def _counter(name: str, text: str, value: float, labels: Labels) -> Metric:
 
 def _core_gauges(stats: CoreStats, labels: Labels) -> Iterable[Metric]:
     used = stats.num_blocks - stats.num_free_blocks
-    age_s = time.time() - stats.last_step_time if stats.last_step_time else 0.0
     for name, text, value in (
         ("num_requests_running", "Requests holding a slot.", stats.num_running),
         ("num_requests_waiting", "Requests waiting for one.", stats.num_waiting),
         ("kv_cache_usage_perc", "Share of KV blocks in use.", used / max(stats.num_blocks, 1)),
         ("num_kv_blocks", "Usable KV blocks.", stats.num_blocks),
         ("num_free_kv_blocks", "KV blocks no request owns.", stats.num_free_blocks),
-        ("last_step_age_seconds", "Since the last committed step.", age_s),
         ("epoch", "Life of the worker group.", stats.epoch),
     ):
         yield _gauge(name, text, value, labels)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 
 import openai
@@ -294,6 +295,19 @@ def test_health_and_ready_tell_the_launchers_state(frontend: FrontendProcess) ->
     status, answer = frontend.post("/v1/completions", {"prompt": "x"})
     assert status == 503
     assert "too many restarts" in answer["error"]["message"]
+
+
+def test_ready_knows_of_a_step_as_soon_as_its_tokens_are_there(
+    frontend: FrontendProcess, client: openai.OpenAI
+) -> None:
+    """However rare the statistics of core are, and whoever dies next."""
+    frontend.wait_connected()
+    begun = time.monotonic()
+    client.completions.create(model=MODEL_NAME, prompt=[1, 2], max_tokens=2)
+    frontend.tell(State.RECOVERING, "worker 1 died")
+    status, body = frontend.get("/ready")
+    assert status == 503
+    assert 0.0 <= json.loads(body)["last_step_age_s"] <= time.monotonic() - begun + 0.001
 
 
 def test_models_and_tokens(frontend: FrontendProcess, client: openai.OpenAI) -> None:
