@@ -81,6 +81,13 @@ def _require_lengths(expected: int, **columns: int) -> None:
             raise ValueError(f"{name}: {length} entries where {expected} were announced")
 
 
+def _require_counts(name: str, counts: list[int]) -> int:
+    """Their sum; ValueError when one is negative, which a sum that fits would hide."""
+    if counts and min(counts) < 0:
+        raise ValueError(f"{name}: {min(counts)} where a count was announced")
+    return sum(counts)
+
+
 class Hello(Message, frozen=True):
     """First on every socket: the sender's life (for a worker: its epoch) and, for a worker, rank.
 
@@ -167,8 +174,9 @@ class Logprobs(Message, frozen=True):
     def __post_init__(self) -> None:
         _require_lengths(len(self.rows), num_tops=len(self.num_tops))
         _require_ids("chosen", self.chosen, len(self.rows))
-        _require_ids("top_ids", self.top_ids, sum(self.num_tops))
-        _require_ids("top_values", self.top_values, sum(self.num_tops))
+        num_tops = _require_counts("num_tops", self.num_tops)
+        _require_ids("top_ids", self.top_ids, num_tops)
+        _require_ids("top_values", self.top_values, num_tops)
 
 
 class Emits(Message, frozen=True):
@@ -193,8 +201,10 @@ class Emits(Message, frozen=True):
             counts=len(self.counts),
             finishes=len(self.finishes),
             cached=len(self.cached),
+            logprobs=n if self.logprobs is None else len(self.logprobs),
+            prompt_logprobs=n if self.prompt_logprobs is None else len(self.prompt_logprobs),
         )
-        _require_ids("tokens", self.tokens, sum(self.counts))
+        _require_ids("tokens", self.tokens, _require_counts("counts", self.counts))
 
 
 class Strikes(Message, frozen=True):
@@ -210,6 +220,7 @@ class Strikes(Message, frozen=True):
 
     def __post_init__(self) -> None:
         _require_lengths(len(self.request_ids), counts=len(self.counts))
+        _require_counts("counts", self.counts)
 
 
 class CoreStats(Message, frozen=True):
@@ -270,7 +281,7 @@ class TableChanges(Message, frozen=True):
 
     def __post_init__(self) -> None:
         _require_lengths(len(self.slots), starts=len(self.starts), counts=len(self.counts))
-        _require_ids("blocks", self.blocks, sum(self.counts))
+        _require_ids("blocks", self.blocks, _require_counts("counts", self.counts))
 
 
 class Chunks(Message, frozen=True):
@@ -292,7 +303,7 @@ class Chunks(Message, frozen=True):
             counts=len(self.counts),
             samples=len(self.samples),
         )
-        _require_ids("tokens", self.tokens, sum(self.counts))
+        _require_ids("tokens", self.tokens, _require_counts("counts", self.counts))
 
 
 class Masks(Message, frozen=True):

@@ -70,6 +70,7 @@ def emits(draw: st.DrawFn) -> Emits:
     def column(values: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(values, min_size=num, max_size=num))
 
+    pieces = st.lists(st.none() | logprobs(), min_size=num, max_size=num)
     return Emits(
         core_life=draw(LIFE),
         frontend_life=draw(LIFE),
@@ -79,7 +80,8 @@ def emits(draw: st.DrawFn) -> Emits:
         tokens=pack_ids(range(sum(counts))),
         finishes=[draw(st.sampled_from(FinishReason)) for _ in counts],
         cached=column(NATURAL),
-        logprobs=draw(st.none() | st.lists(st.none() | logprobs(), max_size=2)),
+        logprobs=draw(st.none() | pieces),
+        prompt_logprobs=draw(st.none() | pieces),
     )
 
 

@@ -3,11 +3,15 @@
 import zlib
 from array import array
 
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 from model_check.cases import make_world
 from model_check.world import World
 
 from nvserve.core import logprobs
 from nvserve.core.emission import Emission
+from nvserve.protocol.codec import BadFrame, decode_from_worker, encode
 from nvserve.protocol.messages import Emits, Logprobs, ModelOutput, pack_ids, unpack_ids
 
 
@@ -125,3 +129,37 @@ def test_an_emission_without_rows_is_not_sent() -> None:
     world = make_world()
     world.replies.emit(Emission())
     assert len(world.replies) == 0
+
+
+SMALL = st.integers(-2, 4)
+
+
+@st.composite
+def raw_logprobs(draw: st.DrawFn) -> list[object]:
+    """Fields as a peer may send them: lengths that agree, and any small integers."""
+    rows, num_tops = draw(st.lists(st.tuples(SMALL, SMALL), max_size=3).map(_columns))
+    tops = bytes(4 * max(0, sum(num_tops)))
+    return ["Logprobs", rows, bytes(4 * len(rows)), num_tops, tops, tops]
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [row for row, _ in pairs], [count for _, count in pairs]
+
+
+@given(st.none() | raw_logprobs(), st.none() | raw_logprobs())
+def test_no_logprobs_end_core(of_rows: list[object] | None, of_prompt: list[object] | None) -> None:
+    """What does not fit together is a bad frame or ends the epoch."""
+    world = make_world()
+    for k in (2, 3):
+        world.submit([k] * 3, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    world.send()
+    tokens = pack_ids([7, 8])
+    fields = [0, 0, tokens, None, zlib.crc32(tokens), of_rows, [of_prompt, None]]
+    try:
+        output = decode_from_worker(msgspec.msgpack.encode(["ModelOutput", *fields]))
+    except BadFrame:
+        return
+    assert isinstance(output, ModelOutput)
+    world.scheduler.report(output, 0.0)
+    world.replies.flush(lambda reply: bool(encode(reply)))
+    world.scheduler.check()

@@ -32,8 +32,11 @@ from nvserve.protocol.messages import (
     Emits,
     FinishReason,
     Hello,
+    Logprobs,
     ModelOutput,
     SchedulerOutput,
+    Strikes,
+    TableChanges,
     make_request_id,
     pack_ids,
     unpack_ids,
@@ -133,9 +136,19 @@ def test_a_message_of_the_wrong_direction_is_a_bad_frame(
     [
         lambda: Emits(0, 0, [1], [0], [2], pack_ids([5]), [FinishReason.NONE], [0]),
         lambda: Emits(0, 0, [1, 2], [0], [1], pack_ids([5]), [FinishReason.NONE], [0]),
+        lambda: Emits(0, 0, [1], [0], [1], pack_ids([5]), [FinishReason.NONE], [0], []),
+        lambda: Emits(0, 0, [1], [0], [1], pack_ids([5]), [FinishReason.NONE], [0], None, []),
         lambda: Chunks([0], [0], [3], pack_ids([1, 2]), [True]),
         lambda: Chunks([0], [0], [1], pack_ids([1]), []),
         lambda: ModelOutput(0, 0, b"\0\0\0"),
+        lambda: Emits(
+            0, 0, [1, 2], [0, 0], [-1, 2], pack_ids([5]), [FinishReason.NONE] * 2, [0, 0]
+        ),
+        lambda: Chunks([0, 1], [0, 0], [-1, 3], pack_ids([1, 2]), [True, True]),
+        lambda: TableChanges([0, 1], [0, 0], [3, -1], pack_ids([1, 2])),
+        lambda: Strikes(0, 0, [1], [-1]),
+        lambda: Logprobs([0, 1], bytes(8), [-1, 1], b"", b""),
+        lambda: Logprobs([0, 1], bytes(8), [2, -1], bytes(4), bytes(4)),
     ],
 )
 def test_columns_that_disagree_are_refused(build: Callable[[], object]) -> None:
