@@ -22,7 +22,13 @@ from nvserve.core.step_ledger import MAX_IN_FLIGHT, Report, Step, StepLedger
 from nvserve.core.suspects import Suspects
 from nvserve.core.waiting_queue import WaitingQueue
 from nvserve.protocol.control import EpochBroken
-from nvserve.protocol.messages import FinishReason, RefusalKind, SchedulerOutput, Submit
+from nvserve.protocol.messages import (
+    FinishReason,
+    RefusalKind,
+    SchedulerOutput,
+    StepFailed,
+    Submit,
+)
 
 
 class Scheduler:
@@ -43,7 +49,8 @@ class Scheduler:
         self._replies: Final = replies
         self._deadlines: Final = Deadlines()
         self.suspects: Final = Suspects()
-        self._last_involved: list[Request] = []  # in flight when the last epoch ended, unblamed
+        self._last_epoch = -1  # that ended, and who was in flight then, unless blamed already
+        self._last_involved: list[Request] = []
         self.counters: Final = Counters()
         self.last_step_time = 0.0  # UNIX seconds of the last commit
         self.requests: Final[dict[int, Request]] = {}  # all that are not finished
@@ -153,7 +160,7 @@ class Scheduler:
         """
         self.leave_epoch()
         if is_blamed:
-            self._accuse(self._last_involved)
+            self._accuse()
         self._last_involved = []
         tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
         self.batch = Batch(self._limits.max_num_seqs, tables)
@@ -167,7 +174,7 @@ class Scheduler:
         """Preempt everybody; what is in flight is lost, and late reports of it are dropped."""
         if self.batch is None or self.ledger is None:
             return
-        self._last_involved = self.ledger.involved(-1)
+        self._last_epoch, self._last_involved = self.ledger.epoch, self.ledger.involved()
         self.ledger = None
         self.counters.recovered += len(self.batch)
         for request in list(self.batch.running.values()):
@@ -180,7 +187,7 @@ class Scheduler:
         """Take a worker's answer and commit what is complete; says so when it ends the epoch."""
         ledger = self.ledger
         if ledger is None or message.epoch != ledger.epoch:
-            self.counters.dropped += 1
+            self._report_late(message)
             return None
         try:
             if not ledger.report(message):
@@ -193,23 +200,29 @@ class Scheduler:
         return None
 
     def fail_epoch(self, fault: EpochFault) -> EpochBroken:
-        """Leave the epoch for a fault in it; blame the requests of the step, if they may be."""
+        """Leave the epoch for a fault in it; blame the requests in flight, if they may be."""
         assert self.ledger is not None, "no epoch to fail"
-        epoch, suspects = self.ledger.epoch, self.ledger.involved(fault.step)
         self.leave_epoch()
+        request_ids = [request.request_id for request in self._last_involved]
         if fault.is_blamed:
-            self._accuse(suspects)
-            self._last_involved = []
-        request_ids = [request.request_id for request in suspects]
-        return EpochBroken(epoch, fault.rank, fault.step, fault.reason, request_ids)
+            self._accuse()
+        return EpochBroken(self._last_epoch, fault.rank, fault.step, fault.reason, request_ids)
 
-    def _accuse(self, requests: list[Request]) -> None:
-        """Suspect those who go on, and fail the one that has crashed alone."""
-        accused = [one for one in requests if not one.is_finished]
+    def _report_late(self, message: Report) -> None:
+        """A step failed, but a peer that lost this rank by it was quicker: the same blame."""
+        is_own_fault = isinstance(message, StepFailed) and not message.is_peer_lost
+        if is_own_fault and self.ledger is None and message.epoch == self._last_epoch:
+            self._accuse()
+        else:
+            self.counters.dropped += 1
+
+    def _accuse(self) -> None:
+        """Suspect who was in flight, once an epoch, and fail the one that has crashed alone."""
+        accused, self._last_involved = self._last_involved, []
         condemned = self.suspects.accuse(accused)
         if condemned is not None:
             self._end(condemned, FinishReason.ENGINE_FAULT)
-        self._replies.strike([one for one in accused if one is not condemned])
+        self._replies.strike([one for one in accused if not one.is_finished])
 
     def _commit(self, step: Step) -> None:
         """Make computed blocks findable, hand out tokens, finish who is done."""

@@ -60,14 +60,17 @@ class StepLedger:
         index = number - self.num_committed
         return self._steps[index] if 0 <= index < len(self._steps) else None
 
-    def involved(self, number: int) -> list[Request]:
-        """Who goes on of a step in flight, or of all of them when it is none of these."""
-        step = self.find(number)
+    def involved(self) -> list[Request]:
+        """Everybody in a step in flight, also who has ended meanwhile.
+
+        A fault is not asked for its step: what one leaves behind on a device may be seen only at
+        the next, and who left since may have been its cause.
+        """
         requests: dict[Request, None] = {}
-        for one in [step] if step is not None else self._steps:
-            requests |= dict.fromkeys(one.rows)
-            requests |= dict.fromkeys(request for request, _, _ in one.chunks)
-        return [request for request in requests if not request.is_finished]
+        for step in self._steps:
+            requests |= dict.fromkeys(step.rows)
+            requests |= dict.fromkeys(request for request, _, _ in step.chunks)
+        return list(requests)
 
     def report(self, message: Report) -> bool:
         """Note a rank's answer; False for a repeated one. EpochFault when it is wrong."""

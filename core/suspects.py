@@ -1,9 +1,9 @@
 """The search for a request that kills steps: who is suspected, and who may run meanwhile.
 
-Requests of a failed step become suspects. They return in halves, with nobody else in the step, and
-each crash halves again; a suspect that crashes a step alone is condemned. The number of strikes is
-the only memory: the frontend keeps it, so that a search survives the core that began it. Decides;
-preempts nobody.
+Requests that were in flight when a step failed become suspects. They return in halves, with nobody
+else in the step, and each crash halves again; a suspect that crashes a step alone is condemned. The
+number of strikes is the only memory: the frontend keeps it, so that a search survives the core that
+began it. Decides; preempts nobody.
 """
 
 from typing import Final
@@ -31,15 +31,17 @@ class Suspects:
         self._suspects[request.request_id] = request
 
     def accuse(self, requests: list[Request]) -> Request | None:
-        """Blame a step's requests for its crash; the one to fail, if it is found now."""
+        """Blame all that were in flight at a crash; the one to fail, if it is found now.
+
+        One that has ended since gets no strike, but who was there with it was not alone.
+        """
         self._trial.clear()
-        condemned = None
-        if len(requests) == 1 and requests[0].request_id in self._suspects:
-            condemned = requests[0]
+        is_found = len(requests) == 1 and requests[0].request_id in self._suspects
         for request in requests:
-            request.strikes += 1
-            self.add(request)
-        return condemned
+            if not request.is_finished:
+                request.strikes += 1
+                self.add(request)
+        return requests[0] if is_found else None
 
     def absolve(self) -> list[Request]:
         """Clear those on trial that ended or came far enough, and return those that go on.

@@ -274,13 +274,16 @@ class World:
 
     # -- the workers
 
-    def start_epoch(self) -> None:
+    def start_epoch(self, *, is_blamed: bool = False) -> None:
         self.epoch += 1
         self.sent: deque[SchedulerOutput] = deque()
         self.reports: list[deque[ModelOutput | StepDone]] = [deque() for _ in range(self.tp_size)]
         self.worker.start_epoch(self.epoch)
         self.scheduler.start_epoch(
-            epoch=self.epoch, tp_size=self.tp_size, num_kv_blocks=self.num_blocks
+            epoch=self.epoch,
+            tp_size=self.tp_size,
+            num_kv_blocks=self.num_blocks,
+            is_blamed=is_blamed,
         )
         self.flush()
 
@@ -319,12 +322,17 @@ class World:
     def fail_step(self) -> EpochBroken:
         """A rank reports an exception in the oldest step in flight; a new epoch begins."""
         assert self.scheduler.ledger is not None
-        step = self.scheduler.ledger.num_committed
-        broken = self.scheduler.report(StepFailed(self.epoch, step, 0, "it broke"), self.now)
+        broken = self.break_epoch(self.scheduler.ledger.num_committed)
+        self.start_epoch()
+        return broken
+
+    def break_epoch(self, step: int, *, rank: int = 0, is_peer_lost: bool = False) -> EpochBroken:
+        """A rank reports that a step failed."""
+        failed = StepFailed(self.epoch, step, rank, "it broke", is_peer_lost)
+        broken = self.scheduler.report(failed, self.now)
         assert broken is not None
         self.broken.append(broken)
         self.flush()
-        self.start_epoch()
         return broken
 
     def restart_core(self) -> None:
