@@ -73,6 +73,11 @@ class Member:
         return self.child.role is Role.WORKER and self.rank >= 0
 
     @property
+    def is_in_epoch(self) -> bool:
+        """Its death ends the epoch."""
+        return self.is_worker or self.child.role is Role.CORE
+
+    @property
     def name(self) -> str:
         if self.is_spare:
             return "spare"

@@ -1,6 +1,7 @@
 """An epoch that a process says is broken, until a death explains it or the time for that is over.
 
-A survivor notices a lost peer before the launcher does. Pure, like recovery.py, which drives it.
+A survivor notices a lost peer before the launcher does: memory and devices are given back first.
+Pure, like recovery.py, which drives it.
 """
 
 from dataclasses import dataclass
@@ -45,9 +46,12 @@ class BrokenEpoch:
         """A death explains it."""
         self._report, self.deadline = None, float("inf")
 
-    def take(self, now: float) -> Report | None:
-        """The report that no death has explained in time, once."""
+    def take(self, now: float, *, is_death_at_hand: bool) -> Report | None:
+        """The report that no death has explained in time, once; one at hand is waited for."""
         if now < self.deadline:
+            return None
+        if is_death_at_hand:  # whose cause is not known yet; if it takes too long, it is a hang
+            self.deadline = now + SETTLE_S
             return None
         report = self._report
         self.clear()

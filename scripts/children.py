@@ -35,6 +35,8 @@ STACKS_S: Final = 0.1  # from the request for stacks to SIGKILL
 FROM_OUTSIDE: Final = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
+KERNEL_FLAGS: Final = 6  # column of /proc/PID/stat, counted from the state
+PF_EXITING: Final = 0x4  # of these flags; see <linux/sched.h>
 REAP_LIMIT_S: Final = 1.0  # a readable pidfd means that it is over already
 
 
@@ -142,11 +144,20 @@ class Child:
 
     def is_stopped(self) -> bool:
         """State T in /proc: SIGSTOP, or a debugger."""
+        return self._stat()[0] in (b"T", b"t")
+
+    def is_exiting(self) -> bool:
+        """It gives back what it held; what ended it is known only once it can be reaped."""
+        state, *_, flags = self._stat()[: KERNEL_FLAGS + 1]
+        return state in (b"Z", b"X") or bool(int(flags) & PF_EXITING)
+
+    def _stat(self) -> list[bytes]:
+        """The columns of /proc/PID/stat from its state on; as of a zombie when it is gone."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_bytes()
         except OSError:
-            return False
-        return stat.rpartition(b") ")[2][:1] in (b"T", b"t")
+            return [b"X"] + [b"0"] * KERNEL_FLAGS
+        return stat.rpartition(b") ")[2].split()
 
     def kill(self, *, wants_stacks: bool = False) -> None:
         """SIGKILL; with `wants_stacks` its Python stacks go to its output first, if it can run."""

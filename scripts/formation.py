@@ -128,10 +128,15 @@ class Formation:
         self._house.send(self._house.find(Role.CORE), message)
         self._enter(Stage.RESUMING, now, RESUME_LIMIT_S)
 
+    def is_going_on(self, epoch: int) -> bool:
+        """It is the present epoch, and nobody is fenced because of its end."""
+        return epoch == self.epoch and self.stage is not Stage.FENCING
+
     def next_deadline(self) -> float:
         if self.stage is Stage.SERVING:
             return float("inf")
-        return min(self._deadline, self._answer_by) if self._survivors else self._deadline
+        is_asking = self.stage is Stage.JOINING and self._survivors
+        return min(self._deadline, self._answer_by) if is_asking else self._deadline
 
     def find_late(self, now: float) -> Late | None:
         """Who keeps the stage beyond its limit; called at the latest at `next_deadline`."""

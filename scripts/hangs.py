@@ -34,6 +34,7 @@ class Observation:
     page: Snapshot | None  # None before its first beat
     started_s: float
     is_stopped: bool = False  # state T in /proc
+    is_exiting: bool = False  # dead, but not reaped yet; looked for while an epoch is broken
     is_serving: bool = False  # a rank of an epoch that serves: it has no slow phase
 
     @property

@@ -49,10 +49,7 @@ class Household:
 
     def is_fencing(self) -> bool:
         """Some core or ranked worker that was killed still exists."""
-        return any(
-            m.is_fenced and (m.is_worker or m.child.role is Role.CORE)
-            for m in self.members.values()
-        )
+        return any(m.is_fenced and m.is_in_epoch for m in self.members.values())
 
     def unkillable(self, now: float) -> list[Member]:
         return [

@@ -88,6 +88,11 @@ class Recovery:
         return self._house.members
 
     @property
+    def is_broken(self) -> bool:
+        """Some process says that its epoch is, and who has died is not known yet."""
+        return self._broken.is_known
+
+    @property
     def restarts(self) -> dict[Role, int]:
         return self._house.restarts
 
@@ -167,7 +172,7 @@ class Recovery:
                 if complaint is not None:
                     self._suspect(now, Suspicion([member], complaint))
             case EpochBroken():
-                if message.epoch == self.formation.epoch:
+                if self.formation.is_going_on(message.epoch):
                     self._broken.note(member, message, now)
             case Searching(num_suspects):
                 self._deaths.note_search(child, num_suspects)
@@ -193,7 +198,7 @@ class Recovery:
                 member.answered_epoch = max(member.answered_epoch, seen.page.epoch)
         self._find_hangs(now, observations, max(awake_since, self._watch_since))
         self._find_stall(now, observations)
-        self._settle(now)
+        self._settle(now, observations)
         self._apply_limits(now)
         self._kill_planned(self.planned.take_late(now), now)
         if self.state is State.READY:  # nothing else needs the cores
@@ -326,21 +331,19 @@ class Recovery:
         if not self.was_ready:
             self._give_up(now, ExitCode.START_FAILED, text)
 
-    def _settle(self, now: float) -> None:
+    def _settle(self, now: float, observations: list[Observation]) -> None:
         """A broken epoch that no death explained."""
-        report = None if self._ending.is_final else self._broken.take(now)
-        if report is None or report.message.epoch != self.formation.epoch:
+        exiting = [self.members[seen.child] for seen in observations if seen.is_exiting]
+        is_death_at_hand = any(one.is_in_epoch and not one.is_fenced for one in exiting)
+        report = self._broken.take(now, is_death_at_hand=is_death_at_hand)
+        if report is None or self._ending.is_final:
             return
         message, text = report.message, report.text
         named = [worker for worker in self._house.ranked() if worker.rank == message.rank]
         is_crash = bool(message.suspects)  # core blames them by itself
-        if named:
-            self._house.note(text, accident=named[0])
-            if self._count(Role.WORKER, now, text, is_crash=is_crash):
-                self._renew(now, text, named)
-        elif self._count(Role.WORKER, now, text, is_crash=is_crash):
-            self._house.note(text)
-            self._renew(now, text)
+        self._house.note(text, accident=named[0] if named else None)
+        if self._count(Role.WORKER, now, text, is_crash=is_crash):
+            self._renew(now, text, named)
 
     def _find_hangs(self, now: float, observations: list[Observation], awake_since: float) -> None:
         watched = [seen for seen in observations if not self.members[seen.child].is_fenced]

@@ -40,6 +40,8 @@ class World:
     undying: bool = False  # a kill has no effect yet
     pages: dict[ChildId, Snapshot] = field(default_factory=dict)
     stopped: set[ChildId] = field(default_factory=set)
+    exiting: set[ChildId] = field(default_factory=set)  # dead, but not reaped yet
+    awake_since: float = 0.0
     answers: deque[Callable[[], None]] = field(default_factory=deque)
     is_answering: bool = False
 
@@ -82,12 +84,14 @@ class World:
                 self.pages.get(child),
                 self.member(child).started_s,
                 child in self.stopped,
+                child in self.exiting,
                 is_serving=self.member(child).is_worker
                 and self.policy.formation.stage is Stage.SERVING,
             )
             for child in self.alive
         ]
-        self.obey(self.policy.tick(self.now, seen, awake_since=0.0))
+        self.obey(self.policy.tick(self.now, seen, awake_since=self.awake_since))
+        assert self.policy.next_deadline() >= self.now, "the loop would turn without a pause"
 
     def interrupt(self) -> None:
         self.obey(self.policy.interrupt(self.now))

@@ -11,6 +11,7 @@ from nvserve.protocol.control import Role, Setup
 from nvserve.scripts.children import Child
 from nvserve.scripts.hangs import ChildId
 
+LIMIT_S = 60.0
 SAY_FOLDER = ("-c", "import os; print(os.getcwd())")
 
 
@@ -31,4 +32,20 @@ def test_a_child_works_in_the_launchers_folder_unless_that_is_gone(
     finally:
         child.kill()
         child.reap()
+        child.close()
+
+
+def test_a_dead_child_that_is_not_reaped_yet_is_exiting(tmp_path: Path) -> None:
+    config = Config(model="fake", facts=FACTS, served_model_names=["fake"])
+    setup = Setup(config, Role.WORKER, 0, str(tmp_path))
+    programs = {Role.WORKER: ("-c", "import time; time.sleep(600)")}
+    child = Child(ChildId(Role.WORKER, 0), "worker 0", setup, programs)
+    try:
+        assert not child.is_exiting()
+    finally:
+        child.kill()
+        assert child.wait(LIMIT_S)
+        assert child.is_exiting()
+        child.reap()
+        assert child.is_exiting()
         child.close()

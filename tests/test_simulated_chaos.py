@@ -13,7 +13,7 @@ from simulation.frontend import Client
 from simulation.workers import MODEL_VOCABULARY, POISON
 
 from nvserve.core.limits import Limits
-from nvserve.protocol.control import Role
+from nvserve.protocol.control import Role, State
 from nvserve.protocol.messages import FinishReason
 from nvserve.protocol.sampling import SamplingParams
 
@@ -36,10 +36,19 @@ def expected(client: Client) -> list[int]:
 class Schedule:
     """Requests and faults drawn from a seed."""
 
-    def __init__(self, seed: int, limits: Limits = LIMITS, num_blocks: int = 40) -> None:
+    def __init__(
+        self,
+        seed: int,
+        limits: Limits = LIMITS,
+        *,
+        num_blocks: int = 40,
+        max_restarts: int = 1000,
+    ) -> None:
         self.chance = random.Random(seed)
         tp_size = self.chance.choice([1, 2, 2, 3])
-        self.cluster = Cluster(seed, limits, tp_size=tp_size, num_blocks=num_blocks)
+        self.cluster = Cluster(
+            seed, limits, tp_size=tp_size, num_blocks=num_blocks, max_restarts=max_restarts
+        )
         self.poisonous: list[Client] = []
         self.num_blamed = 0  # faults that look like a request's own
         self.told: list[str] = []
@@ -200,6 +209,31 @@ def test_a_search_for_what_kills_workers_outlives_core(seed: int) -> None:
     assert poison.finishes == [FinishReason.ENGINE_FAULT], cluster.notes
     assert all(client.ids == expected(client) for client in others)
     assert num_seen <= MAX_CRASHES, cluster.notes
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_one_fault_is_one_death_however_long_the_dead_take(role: Role, fault: str) -> None:
+    for seed in range(40):
+        schedule = Schedule(seed, max_restarts=1)
+        cluster = schedule.cluster
+        schedule.run(0)
+        for _ in range(4):
+            cluster.submit(schedule.draw_client())
+
+        def strike(cluster: Cluster = cluster) -> None:
+            victim = cluster.find(role, cluster.tp_size - 1 if role is Role.WORKER else -1)
+            assert victim is not None
+            if fault == "kill":
+                cluster.kill(victim)
+            else:
+                victim.stopped_at = cluster.clock.now
+
+        schedule.at(0.02, strike)
+        cluster.run(cluster.clock.now + LIMIT_S)
+        schedule.judge()
+        assert cluster.policy.state is State.READY, f"seed {seed}: {cluster.notes}"
+        assert cluster.policy.formation.epoch == 1, f"seed {seed}: {cluster.notes}"
 
 
 @pytest.mark.parametrize("num_faults", [0, 1, 2, 4])

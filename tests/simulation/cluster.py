@@ -3,6 +3,7 @@
 `Cluster.run` serves requests while faults strike, and says what became of each request.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from nvserve.core.stats import core_stats
 from nvserve.protocol.control import (
     Condition,
     Drain,
+    EpochBroken,
     EpochReady,
     Exit,
     Held,
@@ -32,6 +34,7 @@ from nvserve.protocol.control import (
 from nvserve.protocol.messages import Abort, FinishReason, Hello, Submit, unpack_ids
 from nvserve.protocol.progress import Phase, Snapshot
 from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
+from nvserve.scripts.broken_epoch import SETTLE_S
 from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
 from nvserve.scripts.recovery import Limits as PolicyLimits
@@ -40,7 +43,7 @@ from nvserve.scripts.recovery import Recovery
 CORE_POISON = 99  # a token that kills core when it plans it
 TICK_S = 0.25
 STATS_S = 0.5
-REAP_S = 0.01
+REAP_S = (0.01, 1.0)  # from a death until its peers' launcher can know what it was
 START_S = {Role.FRONTEND: 0.4, Role.CORE: 0.3, Role.WORKER: 3.0}
 
 
@@ -168,14 +171,25 @@ Child = Worker | Core | Frontend
 class Cluster:
     """One launch; `faults` arm and strike, `run` lets time pass."""
 
-    def __init__(self, seed: int, limits: Limits, *, tp_size: int, num_blocks: int = 40) -> None:
+    def __init__(
+        self,
+        seed: int,
+        limits: Limits,
+        *,
+        tp_size: int,
+        num_blocks: int = 40,
+        max_restarts: int = 1000,
+    ) -> None:
         self.chance = random.Random(seed)
+        self._reaping = random.Random(seed)
         self.limits, self.tp_size, self.num_blocks = limits, tp_size, num_blocks
         self.clock = Clock()
         self.message_faults = MessageFaults()
         self.step_faults: list[str] = []
         self.policy = Recovery(
-            PolicyLimits(tp_size=tp_size, num_spares=1, max_restarts=1000, hang_timeout_s=5.0)
+            PolicyLimits(
+                tp_size=tp_size, num_spares=1, max_restarts=max_restarts, hang_timeout_s=5.0
+            )
         )
         self.children: dict[ChildId, Child] = {}
         self.end: End | None = None
@@ -204,7 +218,8 @@ class Cluster:
         process.is_alive = False
         process.die()
         [child] = [child for child, one in self.children.items() if one is process]
-        self.clock.after(REAP_S, lambda: self._reap(child, is_crash))
+        reap_s = math.exp(self._reaping.uniform(*map(math.log, REAP_S)))
+        self.clock.after(reap_s, lambda: self._reap(child, is_crash))
 
     # -- the launcher
 
@@ -254,6 +269,8 @@ class Cluster:
     def _hear(self, child: ChildId, message: Any) -> None:
         if child in self.children and self.end is None:
             self.obey(self.policy.received(child, message, self.clock.now))
+            if isinstance(message, EpochBroken):  # as the loop wakes at the policy's deadline
+                self.clock.after(SETTLE_S, self._look)
 
     def _reap(self, child: ChildId, is_crash: bool) -> None:
         del self.children[child]
@@ -279,8 +296,12 @@ class Cluster:
 
     def _tick(self) -> None:
         self.clock.after(TICK_S, self._tick)
+        self._look()
+
+    def _look(self) -> None:
         seen = [self._observe(child, process) for child, process in self.children.items()]
         self.obey(self.policy.tick(self.clock.now, seen, awake_since=0.0))
+        assert self.policy.next_deadline() >= self.clock.now, "the loop would turn without a pause"
 
     def _observe(self, child: ChildId, process: Child) -> Observation:
         member = self.policy.members[child]
@@ -300,6 +321,7 @@ class Cluster:
             page=None if is_starting else Snapshot(epoch, step, phase, 0, 0, beat),
             started_s=member.started_s,
             is_stopped=process.stopped_at is not None and not is_starting,
+            is_exiting=not process.is_alive,
             is_serving=member.is_worker and self.policy.formation.stage is Stage.SERVING,
         )
 
