@@ -210,7 +210,7 @@ class Engine:
         self.journal.requeue_all()
 
     def _on_hello(self, message: Hello) -> None:
-        self._quarantine.open_trial()
+        self._quarantine.open_trial(is_new_life=True)
         entries = [entry for entry in self.journal if self._quarantine.admits(entry)]
         logger.info("core life %d is connected, %d requests go to it", message.life, len(entries))
         for entry in entries:

@@ -1,8 +1,9 @@
 """The search for a request that kills core: who is suspected, and who may go to core meanwhile.
 
 Every request that core held when it crashed is suspected. They return in halves, with nobody else
-in core, and each crash halves again; one that was there alone fails. Pure: decides; sends nothing.
-Its counts are no business of core, which searches for what kills workers by counts of its own.
+in core, and each crash halves again; one that had a life of core to itself fails. Pure: decides;
+sends nothing. Its counts are no business of core, which searches for what kills workers by counts
+of its own.
 """
 
 from dataclasses import dataclass
@@ -28,14 +29,19 @@ class Quarantine:
     def __init__(self) -> None:
         self._suspects: Final[dict[Entry, Suspicion]] = {}
         self._trial: Final[set[Entry]] = set()
+        self._is_alone = False  # the trial is of one, and its life of core has seen nobody else
 
     def __len__(self) -> int:
         return len(self._suspects)
 
     def accuse(self, held: list[Entry]) -> Entry | None:
-        """Core crashed while it held these; the one to fail, if it is found now."""
+        """Core crashed while it held these; the one to fail, if it is found now.
+
+        Who ended since the crash is not among them, nor who was on its way out at it.
+        """
+        is_found = self._is_alone and len(held) == 1 and held[0] in self._suspects
         self._trial.clear()
-        is_found = len(held) == 1 and held[0] in self._suspects
+        self._is_alone = False
         for entry in held:
             known = self._suspects.get(entry)
             num_crashes = 1 if known is None else known.num_crashes + 1
@@ -47,9 +53,19 @@ class Quarantine:
         """May core have this request now?"""
         return not self._suspects or entry in self._trial
 
-    def open_trial(self) -> None:
-        """Put the next group on trial when none is: half of those with most crashes."""
-        if self._trial or not self._suspects:
+    def open_trial(self, *, is_new_life: bool = False) -> None:
+        """Put the next group on trial when none is: half of those with most crashes.
+
+        `is_new_life`: core holds nothing yet, and of what comes only those on trial.
+        """
+        if not self._trial:
+            self._choose()
+            self._is_alone = False
+        if is_new_life:
+            self._is_alone = len(self._trial) == 1
+
+    def _choose(self) -> None:
+        if not self._suspects:
             return
         most = max(known.num_crashes for known in self._suspects.values())
         group = [entry for entry, known in self._suspects.items() if known.num_crashes == most]

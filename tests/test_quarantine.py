@@ -31,13 +31,16 @@ def test_the_poisonous_requests_fail_alone_and_everybody_else_goes_on(seed: int)
     journal, quarantine = make_journal(count), Quarantine()
     failed: set[int] = set()
     num_crashes = 0
+    is_new_life = True
     while True:
-        quarantine.open_trial()
+        quarantine.open_trial(is_new_life=is_new_life)
+        is_new_life = False
         held = [entry for entry in journal if quarantine.admits(entry)]
         if not held:
             break
         if poison & {entry.request_id for entry in held}:
             num_crashes += 1
+            is_new_life = True
             condemned = quarantine.accuse(held)
             if condemned is not None:
                 failed.add(condemned.request_id)
@@ -66,6 +69,82 @@ def test_a_trial_lasts_until_each_of_it_has_passed_the_crash_position() -> None:
     assert not quarantine.absolve(journal)
     on_trial[1].emitted.append(1)
     assert quarantine.absolve(journal)
+
+
+def test_who_was_on_trial_with_one_that_left_was_not_alone() -> None:
+    journal, quarantine = make_journal(4), Quarantine()
+    quarantine.accuse(list(journal))
+    quarantine.open_trial(is_new_life=True)
+    innocent, guilty = (entry for entry in journal if quarantine.admits(entry))
+    journal.close(guilty.request_id)  # core has crashed of it, but the next one is not ready yet
+    quarantine.absolve(journal)
+    assert quarantine.accuse([innocent]) is None
+    quarantine.open_trial(is_new_life=True)
+    assert [entry for entry in journal if quarantine.admits(entry)] == [innocent]
+    assert quarantine.accuse([innocent]) is innocent  # now it was
+
+
+def test_nor_is_one_whose_trial_began_in_a_life_that_had_seen_others() -> None:
+    journal, quarantine = make_journal(2), Quarantine()
+    guilty, innocent = journal
+    quarantine.accuse([guilty, innocent])
+    quarantine.open_trial(is_new_life=True)
+    assert not quarantine.admits(innocent)
+    journal.close(guilty.request_id)  # as before: its trial is over by that
+    assert quarantine.absolve(journal)
+    quarantine.open_trial()
+    assert quarantine.admits(innocent)
+    assert quarantine.accuse([innocent]) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whoever_leaves_nobody_else_is_condemned(seed: int) -> None:
+    chance = random.Random(seed)
+    journal, quarantine = make_journal(16), Quarantine()
+    poison = set(chance.sample(list(journal), 4))
+    failed: list[Entry] = []
+
+    def leave(likelihood: float) -> None:
+        remaining = poison & set(journal)
+        if remaining and chance.random() < likelihood:
+            journal.close(chance.choice(sorted(remaining, key=_id)).request_id)
+            if quarantine.absolve(journal):
+                quarantine.open_trial()
+
+    def live() -> set[Entry]:
+        """A life of core up to its crash: all that it held; nothing when it goes on."""
+        held: set[Entry] = set()
+        quarantine.open_trial(is_new_life=True)
+        while poison & set(journal):
+            held |= {entry for entry in journal if quarantine.admits(entry)}
+            if held & poison:
+                return held
+            for entry in chance.sample(sorted(held, key=_id), len(held) // 2):
+                entry.emitted.extend([0] * 5)
+                if chance.random() < 0.3:
+                    journal.close(entry.request_id)
+            leave(0.1)
+            if quarantine.absolve(journal):
+                quarantine.open_trial()
+        return set()
+
+    for _ in range(40):
+        held = live()
+        if not held:
+            break
+        leave(0.3)  # core is dead, and nobody knows yet: one more may be sent to it
+        held |= {entry for entry in journal if quarantine.admits(entry)}
+        condemned = quarantine.accuse(sorted(held & set(journal), key=_id))
+        if condemned is not None:
+            failed.append(condemned)
+            journal.close(condemned.request_id)
+            quarantine.absolve(journal)
+    assert not poison & set(journal), "the search has no end"
+    assert set(failed) <= poison
+
+
+def _id(entry: Entry) -> int:
+    return entry.request_id
 
 
 def test_new_requests_wait_while_suspects_are_on_trial() -> None:

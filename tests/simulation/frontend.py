@@ -121,7 +121,7 @@ class Frontend(Process):
         match message:
             case Hello():
                 self.is_connected = True
-                self.quarantine.open_trial()
+                self.quarantine.open_trial(is_new_life=True)
                 self.send_admitted()
             case Accepted():
                 for request_id in message.request_ids:
