@@ -170,6 +170,8 @@ class Supervisor:
                 continue
             self._record(child, message)
             self._execute(self.policy.received(child.id, message, time.monotonic()))
+        if child.has_hung_up:  # or its end would wake the loop without a pause
+            self._unregister(child.control.fileno())
 
     def _record(self, child: Child, message: FromChild) -> None:
         """Keep what the person at the terminal wants to know of a start."""
@@ -187,9 +189,6 @@ class Supervisor:
                 self._show_progress(child, "ready", 1.0)
             case _:
                 pass
-
-        if child.has_hung_up:
-            self._unregister(child.control.fileno())
 
     def _show_progress(self, child: Child, phase: str, done: float) -> None:
         """While people wait for it; the spare's start interests nobody."""
