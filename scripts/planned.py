@@ -60,13 +60,19 @@ class PlannedRestarts:
     def take_victim(self, role: Role) -> Member | None:
         """Quiet has come from this role: the member to kill now, once."""
         member = self._member
-        if member is None or self._is_killed or member.is_fenced:
+        if member is None or self._is_killed:
             return None
         if (member.child.role is Role.FRONTEND) != (role is Role.FRONTEND):
             return None
         self._is_killed = True
         self.deadline = float("inf")
-        return member
+        is_gone = member.is_fenced or member.child not in self._house.members
+        return None if is_gone else member
+
+    def drop_drain(self) -> None:
+        """The frontend drains for good now. A hold goes on: only the restart frees core from it."""
+        if self._member is not None and self._member.child.role is Role.FRONTEND:
+            self._member, self.deadline = None, float("inf")
 
     def take_late(self, now: float) -> Member | None:
         """The member to kill although quiet has not come in time."""

@@ -214,6 +214,7 @@ class Recovery:
             self._house.note(
                 f"draining: running requests have {timeout_s:g} s; interrupt again to stop at once"
             )
+            self.planned.drop_drain()
             self._ending.drain(now, timeout_s)
         else:
             self._ending.stop(now)

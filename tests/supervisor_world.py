@@ -116,6 +116,7 @@ class World:
                     if child not in self.mute:
                         self.answers.append(partial(self.hear, child, Ready()))
                 case Kill(child):
+                    assert child in self.alive, "there is nothing left to kill"
                     self.killed.append(child)
                     if not self.undying:
                         self.answers.append(partial(self.die, child))

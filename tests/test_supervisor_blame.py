@@ -27,6 +27,7 @@ from nvserve.protocol.messages import Finish
 from nvserve.protocol.progress import Phase
 from nvserve.scripts.children import Death
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.hangs import ChildId
 from nvserve.scripts.oom import OomWatch
 
 # -- who is to blame
@@ -159,6 +160,71 @@ def test_only_one_restart_at_a_time_and_only_of_what_is_there() -> None:
     assert world.policy.restart("worker 7", world.now)[0] is None
     assert world.policy.restart("core", world.now)[0] is not None
     assert world.policy.restart("worker 0", world.now)[0] is None
+
+
+@pytest.mark.parametrize("name", ["worker 1", "core"])
+@pytest.mark.parametrize("has_held", [True, False])
+def test_what_dies_by_itself_before_its_planned_restart_is_not_killed_again(
+    name: str, has_held: bool
+) -> None:
+    world = started()
+    world.mute = {ChildId(Role.WORKER, 2), ChildId(Role.CORE, 1)}  # late to the next epoch
+    victim = world.worker(1) if name == "worker 1" else world.one(Role.CORE)
+    _, actions = world.policy.restart(name, world.now)
+    world.obey(actions)
+    world.die(victim)
+    if has_held:
+        world.hear(world.one(Role.CORE), Held())
+    world.pass_time(12.0)  # beyond the limit of a hold
+    assert victim not in world.killed
+
+
+def test_what_hangs_before_its_planned_restart_is_killed_once() -> None:
+    world = started()
+    hung = world.worker(1)
+    _, actions = world.policy.restart("worker 1", world.now)
+    world.obey(actions)
+    world.undying = True
+    for _ in range(56):  # it is found, and the limit of a hold passes before it is gone
+        world.now += 0.25
+        for child in world.alive:
+            if child != hung:
+                world.beat(child)
+        world.tick()
+    assert world.killed == [hung]
+    world.undying = False
+    world.die(hung)
+    world.check()
+    assert world.policy.state is State.READY
+
+
+def test_a_last_drain_has_its_time_whatever_a_planned_one_had() -> None:
+    world = started(shutdown_timeout_s=30.0)
+    _, actions = world.policy.restart("frontend", world.now)
+    world.obey(actions)
+    world.pass_time(20.0)
+    world.interrupt()
+    world.pass_time(29.0)
+    assert world.killed == []
+    assert world.end is None
+    world.pass_time(6.0)
+    assert world.end is not None
+    assert world.end.code is ExitCode.OK
+
+
+@pytest.mark.parametrize("name", ["worker 1", "core"])
+def test_a_hold_ends_although_the_server_drains(name: str) -> None:
+    """Core would plan no step any more, were the restart forgotten."""
+    world = started(max_restarts=0)
+    _, actions = world.policy.restart(name, world.now)
+    world.obey(actions)
+    world.interrupt()
+    world.hear(world.one(Role.CORE), Held())
+    assert world.policy.formation.epoch == 1
+    assert world.policy.state is State.DRAINING
+    world.hear(world.one(Role.FRONTEND), Drained())
+    assert world.end is not None
+    assert world.end.code is ExitCode.OK
 
 
 # -- lost messages
