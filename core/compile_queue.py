@@ -58,6 +58,10 @@ class CompileQueue:
         return request_id in self._jobs
 
     @property
+    def request_ids(self) -> list[int]:
+        return list(self._jobs)
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is to be taken, and no thread will become free."""
         return not self._jobs and self._num_free == NUM_THREADS

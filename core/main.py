@@ -235,6 +235,7 @@ class Core:
             epoch=self._workers.epoch,
             now=now,
             num_dropped_frames=self._frontend.num_dropped + self._workers.num_dropped,
+            compiling_ids=self._compiling.request_ids,
         )
         if age_s < STATS_MAX_S and _is_same(stats, self._last_stats):
             return

@@ -90,6 +90,11 @@ class Scheduler:
         """Is this request accepted and unfinished, or about to be?"""
         return request_id in self.requests or request_id in self._admission.held
 
+    @property
+    def held_ids(self) -> list[int]:
+        """Requests that wait for the first epoch to be accepted or refused."""
+        return list(self._admission.held)
+
     def refuse(self, message: Submit, refusal: RequestRefused) -> None:
         """Answer a submit that is not taken."""
         self.counters.refused += 1

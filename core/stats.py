@@ -1,5 +1,7 @@
 """The CoreStats snapshot of a scheduler."""
 
+from collections.abc import Sequence
+
 from nvserve.core.scheduler import Scheduler
 from nvserve.protocol.messages import CoreStats
 
@@ -12,6 +14,7 @@ def core_stats(
     epoch: int,
     now: float,
     num_dropped_frames: int,
+    compiling_ids: Sequence[int] = (),
 ) -> CoreStats:
     """Counters and gauges now; at every moment accepted = finished + running + waiting."""
     counters, batch, ledger = scheduler.counters, scheduler.batch, scheduler.ledger
@@ -40,4 +43,5 @@ def core_stats(
         dropped_total=counters.dropped + num_dropped_frames,
         recovered_total=counters.recovered,
         request_ids=list(scheduler.requests),
+        unanswered_ids=[*compiling_ids, *scheduler.held_ids],
     )

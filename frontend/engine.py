@@ -259,7 +259,7 @@ class Engine:
             case CoreStats():
                 self._take_stats(message)
                 if message.request_ids is not None:
-                    self._mend(message, message.request_ids)
+                    self._mend(message, message.request_ids, message.unanswered_ids or [])
             case _:
                 assert_never(message)
 
@@ -270,9 +270,9 @@ class Engine:
         is_busy = message.num_running + message.num_waiting > 0
         self._pace.note(sum(message.finished_totals), message.time, is_busy=is_busy)
 
-    def _mend(self, stats: CoreStats, held: list[int]) -> None:
+    def _mend(self, stats: CoreStats, held: list[int], unanswered: list[int]) -> None:
         """Repair what a lost message broke."""
-        found = compare(self.journal, held, stats.time)
+        found = compare(self.journal, held, stats.time, unanswered_ids=unanswered)
         for entry in found.lost:
             self._restart(entry.request_id, Gap(f"request {entry.request_id}: its end was lost"))
         for entry in found.unsent:

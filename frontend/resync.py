@@ -4,6 +4,7 @@ Exact, because one socket keeps its order: whatever core sent before its CoreSta
 Pure; the engine does what it says.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,19 +23,26 @@ class Differences:
     orphans: list[int] = field(default_factory=list)  # core goes on with what has ended here
 
 
-def compare(journal: Journal, request_ids: list[int], now: float) -> Differences:
-    """The differences from what core held at the time `now`, in UNIX seconds."""
+def compare(
+    journal: Journal, request_ids: list[int], now: float, *, unanswered_ids: Collection[int] = ()
+) -> Differences:
+    """The differences from what core held at the time `now`, in UNIX seconds.
+
+    `unanswered_ids`: submits that core has, and has neither accepted nor refused so far.
+    """
     found = Differences()
-    held = set(request_ids)
+    held, unanswered = set(request_ids), set(unanswered_ids)
     for entry in journal:
         is_held = entry.request_id in held
+        is_unanswered = entry.request_id in unanswered
         held.discard(entry.request_id)
+        unanswered.discard(entry.request_id)
         if entry.standing is Standing.ACCEPTED and not is_held:
             found.lost.append(entry)
         elif entry.standing is Standing.SENT and now - entry.sent_s > UNANSWERED_S:
             if is_held:
                 found.accepted.append(entry.request_id)
-            else:
+            elif not is_unanswered:
                 found.unsent.append(entry)
-    found.orphans = sorted(held)
+    found.orphans = sorted(held | unanswered)
     return found

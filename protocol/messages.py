@@ -247,6 +247,8 @@ class CoreStats(Message, frozen=True):
     dropped_total: int  # malformed, stale or unknown messages
     recovered_total: int  # requests replayed after an epoch or a core ended
     request_ids: list[int] | None = None  # accepted and not finished; None = not told
+    # Submits here without an answer yet: for want of a compiled grammar or of a first epoch.
+    unanswered_ids: list[int] | None = None
 
 
 # -- core -> workers -----------------------------------------------------------------------------

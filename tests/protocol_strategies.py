@@ -153,9 +153,10 @@ TO_FRONTEND: st.SearchStrategy[Message] = st.one_of(
         **{
             name: NATURAL
             for name in CoreStats.__struct_fields__
-            if name not in ("finished_totals", "request_ids")
+            if name not in ("finished_totals", "request_ids", "unanswered_ids")
         },
         request_ids=st.none() | st.lists(REQUEST_ID, max_size=5),
+        unanswered_ids=st.none() | st.lists(REQUEST_ID, max_size=5),
         finished_totals=st.lists(NATURAL, min_size=6, max_size=6),
     ),
 )

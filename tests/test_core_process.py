@@ -71,6 +71,7 @@ class Rig:
 
     def __init__(self, launch_dir: Path) -> None:
         self.launch_dir = str(launch_dir)
+        self.model = f"{launch_dir}/m"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.control, theirs = ControlChannel.pair()
         os.set_inheritable(theirs.fileno(), True)
@@ -84,7 +85,7 @@ class Rig:
         self.sockets: list[Outbox | Inbox] = []
         facts = ModelFacts("X", vocab_size=100, num_layers=1, num_kv_heads=1, context_len=64)
         config = Config(
-            model="m", facts=facts, served_model_names=["m"], max_model_len=64, block_size=4
+            model=self.model, facts=facts, served_model_names=["m"], max_model_len=64, block_size=4
         )
         self.searches: list[int] = []
         self.tell(Setup(config, Role.CORE, CORE_LIFE, self.launch_dir))
@@ -128,14 +129,16 @@ class Rig:
         self.tell(Peers(life, CORE_LIFE))
         assert self.expect_reply(Hello).life == CORE_LIFE
 
-    def submit(self, request_id: int, *, max_tokens: int, core_life: int = CORE_LIFE) -> None:
+    def submit(
+        self, request_id: int, *, max_tokens: int, core_life: int = CORE_LIFE, grammar: str = ""
+    ) -> None:
         submit = Submit(
             self.life,
             core_life,
             request_id,
             pack_ids([1, 2, 3]),
             b"",
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, grammar=grammar),
             seed=0,
             arrival=time.time(),
         )
@@ -300,6 +303,25 @@ def test_requests_of_an_epoch_that_the_launcher_blames_are_suspects(rig: Rig) ->
     rig.start_epoch(tp_size=1, is_blamed=True)
     if not rig.searches:
         assert decode_from_child(wait_for(rig.control.receive)) == Searching(1)
+
+
+def test_submits_that_cannot_be_answered_yet_are_named_in_the_statistics(rig: Rig) -> None:
+    """Else the frontend takes them for lost: one waits for an epoch, one for its grammar."""
+    os.mkdir(rig.model)
+    os.mkfifo(f"{rig.model}/tokenizer.json")  # the compiler waits for somebody to write it
+    rig.meet(life=1)
+    rig.submit(7, max_tokens=1)
+    rig.submit(8, max_tokens=1, grammar="json:")
+
+    def poll() -> CoreStats | None:
+        stats = rig.expect_reply(CoreStats)
+        return stats if stats.unanswered_ids == [8, 7] else None
+
+    assert wait_for(poll).request_ids == []
+    rig.start_epoch(tp_size=1)
+    assert rig.expect_reply(Accepted).request_ids == [7]
+    stats = rig.expect_reply(CoreStats)
+    assert (stats.request_ids, stats.unanswered_ids) == ([7], [8])
 
 
 def test_a_new_frontend_starts_with_nothing_and_the_old_requests_are_gone(rig: Rig) -> None:

@@ -179,6 +179,17 @@ def test_an_unanswered_submit_is_sent_again_only_after_a_while() -> None:
     assert late.accepted == [1]
 
 
+def test_a_submit_that_core_has_and_cannot_answer_yet_is_not_sent_again() -> None:
+    """Its grammar is being compiled, or no epoch has begun."""
+    journal = make_journal(2)
+    for entry in journal:
+        entry.standing, entry.sent_s = Standing.SENT, 1_000.0
+    found = compare(journal, [], 1_001.0 + UNANSWERED_S, unanswered_ids=[0, 7])
+    assert [entry.request_id for entry in found.unsent] == [1]
+    assert not found.accepted
+    assert found.orphans == [7]
+
+
 def test_a_finished_request_is_not_missed() -> None:
     journal = make_journal(1)
     [entry] = journal

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -77,6 +77,7 @@ class FakeCore:
         self.running: dict[int, Running] = {}
         self.with_logprobs = True
         self.finish_with: FinishReason | None = None  # instead of the next token
+        self.stats_changes: dict[str, Any] = {}  # fields of the statistics told otherwise
         self._launch_dir = launch_dir
         self._news = threading.Condition()
         self._is_over = threading.Event()
@@ -208,7 +209,7 @@ class FakeCore:
 
     def _stats(self) -> CoreStats:
         core_life, frontend_life = self.lives
-        return CoreStats(
+        stats = CoreStats(
             core_life=core_life,
             frontend_life=frontend_life,
             epoch=0,
@@ -230,6 +231,7 @@ class FakeCore:
             dropped_total=0,
             recovered_total=0,
         )
+        return msgspec.structs.replace(stats, **self.stats_changes)
 
 
 def _logprobs(token: int, num_tops: int) -> Logprobs:

@@ -1,5 +1,6 @@
 """Core dies and comes back; emits are lost, repeated and late: every text stays exact."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -98,6 +99,31 @@ def test_a_full_queue_is_a_429_while_core_is_down() -> None:
             assert_exact(futures)
     finally:
         frontend.close()
+
+
+def test_what_core_cannot_answer_yet_is_not_sent_again(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    """Its grammar is still being compiled; only what core knows nothing of was lost."""
+    later = time.time() + 3600.0
+    core.is_silent = True
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(ask, frontend, [1])
+        core.wait_until(lambda core: len(core.of_type(Submit)) == 1)
+        [submit] = core.of_type(Submit)
+        known = {"request_ids": [], "unanswered_ids": [submit.request_id], "time": later}
+        core.stats_changes = known | {"num_blocks": 1001}
+        frontend.wait_metric("nvserve:num_kv_blocks", 1001)
+        core.stats_changes = known | {"num_blocks": 1002}
+        frontend.wait_metric("nvserve:num_kv_blocks", 1002)
+        assert len(core.of_type(Submit)) == 1
+        frontend.wait_metric("nvserve:frontend_gaps_total", 0)
+        core.stats_changes = known | {"unanswered_ids": []}
+        core.wait_until(lambda core: len(core.of_type(Submit)) > 1)
+        core.stats_changes = {}
+        core.is_silent = False
+        frontend.new_core()
+        assert future.result(EVENT_LIMIT_S)["token_ids"] == tokens_of([1], COUNT)
 
 
 def repeat(emits: Emits) -> list[Emits]:

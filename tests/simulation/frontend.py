@@ -167,7 +167,12 @@ class Frontend(Process):
 
     def mend(self, stats: CoreStats) -> None:
         assert stats.request_ids is not None
-        found = compare(self.journal, stats.request_ids, stats.time)
+        found = compare(
+            self.journal,
+            stats.request_ids,
+            stats.time,
+            unanswered_ids=stats.unanswered_ids or [],
+        )
         for entry in found.lost:
             self.restart(entry.request_id)
         for entry in found.unsent:
