@@ -132,7 +132,7 @@ class EpochBroken(Message, frozen=True):
     rank: int  # the rank at fault, -1 when unknown
     step: int
     reason: str
-    suspects: list[int] = msgspec.field(default_factory=list)  # request ids of the failed step
+    suspects: list[int] = msgspec.field(default_factory=list)  # request ids of the steps in flight
 
 
 class Searching(Message, frozen=True):
