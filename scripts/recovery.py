@@ -7,7 +7,6 @@ belongs to no epoch and is replaced beside it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from nvserve.protocol.control import (
@@ -34,6 +33,7 @@ from nvserve.scripts.formation import Formation, Stage, names
 from nvserve.scripts.hangs import ChildId, Observation, find_silent
 from nvserve.scripts.household import Household
 from nvserve.scripts.ladder import Rung
+from nvserve.scripts.limits import Limits
 from nvserve.scripts.planned import PlannedRestarts
 from nvserve.scripts.spare import SpareKeeper
 from nvserve.scripts.stalls import StallWatch
@@ -43,19 +43,6 @@ ANSWER_SHARE: Final = 0.4  # of hang_timeout_s: time for a survivor to answer a 
 MIN_ANSWER_S: Final = 2.0  # ... at least
 FRONTEND_START_LIMIT_S: Final = 60.0
 STALL_SLACK_S: Final = 0.5  # beyond hang_timeout_s: a hang, which names its culprit, is found first
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The part of the configuration that the policy needs."""
-
-    tp_size: int = 1
-    num_spares: int = 0
-    num_kv_blocks: int = 0
-    max_restarts: int = 5
-    restart_window_s: float = 60.0
-    hang_timeout_s: float = 5.0
-    shutdown_timeout_s: float = 30.0
 
 
 class Recovery:
@@ -197,7 +184,7 @@ class Recovery:
             if seen.page is not None:
                 member.answered_epoch = max(member.answered_epoch, seen.page.epoch)
         self._find_hangs(now, observations, max(awake_since, self._watch_since))
-        self._find_stall(now, observations)
+        self._find_stall(now, observations, awake_since)
         self._settle(now, observations)
         self._apply_limits(now)
         self._kill_planned(self.planned.take_late(now), now)
@@ -277,12 +264,15 @@ class Recovery:
         else:  # something else has begun a recovery meanwhile: it includes this one
             self._renew(now, self.reason, [victim])
 
-    def _find_stall(self, now: float, observations: list[Observation]) -> None:
+    def _find_stall(self, now: float, observations: list[Observation], awake_since: float) -> None:
         """All live and beat, core has requests, and no step moves: a message was lost."""
         limit_s = self.limits.hang_timeout_s + STALL_SLACK_S
-        if not self._stalls.is_stalled(observations, now, limit_s) or self._ending.is_final:
+        is_stalled = self._stalls.is_stalled(
+            observations, now, awake_since=awake_since, limit_s=limit_s
+        )
+        if not is_stalled or self._ending.is_final or self._broken.is_known:
             return
-        if self.formation.stage is not Stage.SERVING or self._broken.is_known:
+        if self.formation.stage is not Stage.SERVING:
             return
         text = f"epoch {self.formation.epoch} has not moved for {limit_s:g} s: a message was lost"
         self._house.note(text)

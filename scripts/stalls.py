@@ -15,8 +15,13 @@ class StallWatch:
         self._steps: list[tuple[int, int]] = []
         self._since = 0.0
 
-    def is_stalled(self, observations: list[Observation], now: float, limit_s: float) -> bool:
-        """Every rank has waited with the same steps for longer than `limit_s`, core has not."""
+    def is_stalled(
+        self, observations: list[Observation], now: float, *, awake_since: float, limit_s: float
+    ) -> bool:
+        """Every rank has waited with the same steps for longer than `limit_s`, core has not.
+
+        Time before `awake_since` does not count: nobody ran.
+        """
         watched = [seen for seen in observations if seen.is_serving or seen.child.role is Role.CORE]
         steps: list[tuple[int, int]] = []
         for seen in watched:
@@ -28,4 +33,4 @@ class StallWatch:
         if len(steps) < 2 or steps != self._steps:
             self._steps, self._since = steps, now
             return False
-        return now - self._since > limit_s
+        return now - max(self._since, awake_since) > limit_s

@@ -39,8 +39,9 @@ from nvserve.scripts.hangs import ChildId, Observation
 from nvserve.scripts.injection import Injection
 from nvserve.scripts.launch_dir import LaunchDir
 from nvserve.scripts.launch_status import describe_launch
+from nvserve.scripts.limits import Limits
 from nvserve.scripts.oom import OomWatch
-from nvserve.scripts.recovery import Limits, Recovery
+from nvserve.scripts.recovery import Recovery
 from nvserve.scripts.startup import StartTimes, describe_start
 
 PAGE_PERIOD_S: Final = 0.25  # between readings of the progress pages
@@ -64,7 +65,7 @@ class Supervisor:
         programs: Programs = PROGRAMS,
     ) -> None:
         self.config: Final = config
-        self.policy: Final = Recovery(limits_of(config))
+        self.policy: Final = Recovery(Limits.of(config))
         self._http: Final = http
         self._directory: Final = directory
         self._display: Final = display
@@ -342,19 +343,6 @@ class Supervisor:
             for line in write_report(end.code, end.reason, list(self._accidents)):
                 self._display.error(line)
         return end.code
-
-
-def limits_of(config: Config) -> Limits:
-    """The policy's part of the configuration."""
-    return Limits(
-        tp_size=config.tp_size,
-        num_spares=config.num_spares,
-        num_kv_blocks=config.num_kv_blocks,
-        max_restarts=config.max_restarts,
-        restart_window_s=config.restart_window_s,
-        hang_timeout_s=config.hang_timeout_s,
-        shutdown_timeout_s=config.shutdown_timeout_s,
-    )
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,8 @@ from nvserve.protocol.progress import Phase, Snapshot
 from nvserve.scripts.actions import Action, End, Kill, Member, Note, Send, Start
 from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
-from nvserve.scripts.recovery import Limits, Recovery
+from nvserve.scripts.limits import Limits
+from nvserve.scripts.recovery import Recovery
 
 
 @dataclass

@@ -245,6 +245,24 @@ def test_an_epoch_in_which_nothing_moves_is_renewed_when_core_has_requests(
     assert not world.killed
 
 
+def test_an_epoch_that_did_not_move_while_all_were_frozen_goes_on() -> None:
+    world = started(max_restarts=0)
+    for seconds in (0.25, 60.0, *[0.25] * 20):
+        world.now += seconds
+        if seconds > 1.0:
+            world.awake_since = world.now
+        for child in world.alive:
+            world.beat(child, Phase.SERVING if child.role is Role.CORE else Phase.WAITING)
+        world.tick()
+    assert world.policy.state is State.READY
+    for _ in range(4):  # and is found when it still does not
+        world.now += 0.25
+        for child in world.alive:
+            world.beat(child, Phase.SERVING if child.role is Role.CORE else Phase.WAITING)
+        world.tick()
+    assert world.policy.state is State.FAILED
+
+
 # -- injected faults
 
 

@@ -37,7 +37,7 @@ from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
 from nvserve.scripts.broken_epoch import SETTLE_S
 from nvserve.scripts.formation import Stage
 from nvserve.scripts.hangs import ChildId, Observation
-from nvserve.scripts.recovery import Limits as PolicyLimits
+from nvserve.scripts.limits import Limits as PolicyLimits
 from nvserve.scripts.recovery import Recovery
 
 CORE_POISON = 99  # a token that kills core when it plans it
