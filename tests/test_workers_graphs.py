@@ -35,19 +35,31 @@ class Pool:
         return Recorded(function), function()
 
 
+SCRATCH = -1
+
+
 def make_graphs(max_rows: int) -> tuple[DecodeGraphs, Pool, list[int]]:
     """Graphs whose step answers its own width; the widths that were captured, as they come."""
     pool, widths = Pool(), list[int]()
+    warm = list[int]()
 
     def step(rows: torch.Tensor) -> torch.Tensor:
-        widths.append(len(rows))
+        """Captures by calling, as Pool does, come after a call with nothing but scratch."""
+        if SCRATCH in rows:
+            assert (rows == SCRATCH).all()
+            warm.append(len(rows))
+        else:
+            assert warm.pop() == len(rows)
+            widths.append(len(rows))
         return torch.full((len(rows),), len(rows))
 
     def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((len(rows), 2), float(len(rows))), rows
 
     rows = torch.arange(max_rows + 1)
-    return DecodeGraphs(cast(GraphPool, pool), step, forward, rows, max_rows), pool, widths
+    padding = torch.full_like(rows, SCRATCH)
+    graphs = DecodeGraphs(cast(GraphPool, pool), step, forward, rows, padding, max_rows)
+    return graphs, pool, widths
 
 
 def width_used(graphs: DecodeGraphs, num_rows: int) -> int:

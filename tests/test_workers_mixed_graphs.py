@@ -11,7 +11,7 @@ from step_driver import Ask, StepDriver, greedy_reference, make_driver, save_mod
 
 from nvserve.protocol.messages import Chunks, pack_ids
 from nvserve.workers.batch import ChunkArrays
-from nvserve.workers.graphs import GraphPool
+from nvserve.workers.graphs import DecodeGraphs, GraphPool
 from nvserve.workers.mixed_graphs import MAX_CHUNKS, MixedGraphs
 
 NUM_NEW = 8
@@ -58,11 +58,7 @@ def padded_driver(folder: Path, launch_dir: Path) -> tuple[StepDriver, Recording
     driver = make_driver(folder, launch_dir)
     runner, pool = driver.runner, RecordingPool()
     runner._mixed_graphs = MixedGraphs(
-        cast(GraphPool, pool),
-        runner.mixed_step,
-        runner.mixed_forward,
-        runner.batch,
-        runner._staging,
+        cast(GraphPool, pool), runner.mixed_step, runner.batch, runner._staging
     )
     return driver, pool
 
@@ -92,6 +88,31 @@ def test_capturing_ahead_of_any_step_changes_no_request(
     num_captured = len(pool.graphs)
     assert driver.generate([Ask(prompt, NUM_NEW) for prompt in prompts]) == expected
     assert len(pool.graphs) == num_captured, "every bucket was there"
+
+
+def test_captures_write_to_no_block_but_scratch(
+    model: tuple[Path, list[list[int]], list[Any]], tmp_path: Path
+) -> None:
+    """Rows of requests that ended are in the list until core's next step; their blocks are not."""
+    folder, prompts, _ = model
+    driver, pool = padded_driver(folder, tmp_path)
+    runner, batch = driver.runner, driver.runner.batch
+    driver.generate([Ask(prompt, NUM_NEW) for prompt in prompts])
+    batch.rows[: len(prompts)] = torch.arange(len(prompts))
+    assert (batch.lengths[: len(prompts)] > 0).all()
+    functions = (runner.plain_step, runner.decode_forward)
+    rows = (batch.rows, batch.padding)
+    decode_graphs = DecodeGraphs(cast(GraphPool, pool), *functions, *rows, len(prompts))
+    kept = [batch.lengths, batch.last_token, batch.block_table]
+    kept += [part[1:] for layer in runner.cache.layers for part in layer]
+    before = [tensor.clone() for tensor in kept]
+    assert runner._mixed_graphs is not None
+    with torch.inference_mode():
+        for graphs in (decode_graphs, runner._mixed_graphs):
+            while graphs.capture_next():
+                pass
+    batch.last_token[batch.scratch] = before[1][batch.scratch]  # scratch, too
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
 
 
 def test_padding_is_one_chunk_of_the_scratch_slot_and_empty_ones() -> None:

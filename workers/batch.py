@@ -159,6 +159,7 @@ class Batch:
         self._step_tables = torch.zeros_like(self.block_table)
         # The decode list; what lies behind its end is scratch, for padded steps.
         self.rows: Final = torch.full((slots,), self.scratch, dtype=torch.int64, device=device)
+        self.padding: Final = torch.full_like(self.rows, self.scratch)
         self.decoding: Final[list[int]] = []
         self._num_written = 0  # leading entries of `rows` that may not be scratch
         self._arange = torch.arange(slots + 1, dtype=torch.int32, device=device)

@@ -4,6 +4,10 @@ A bucket's graph is a whole step with the plain sampling tail. The first step wi
 one of the forward pass alone, behind which it samples eagerly. Rows behind the decode list point to
 the scratch slot, so a bucket may be wider than the list.
 
+Before a capture the whole step runs once, on rows that all are the scratch slot: what it needs is
+then compiled, loaded and allocated, and no request's blocks are touched. Rows of the list may be
+those of requests that ended, whose blocks are others' by now.
+
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
 none, now and then the one that a step lacks most. Ranks of a group capture in step, since each
 enters the collectives of the pass before: never in idle moments, and by the count of steps.
@@ -130,17 +134,26 @@ class GraphPool:
 class DecodeGraphs:
     """The graphs of one runner. `rows` is the tensor of slots that every graph reads.
 
+    `padding` is like it, and all scratch.
+
     step(rows [R]) -> ids [R] and forward(rows) -> (hidden [R, N], positions [R]) must do device
     work only, the same for any content of `rows`.
     """
 
     def __init__(
-        self, pool: GraphPool, step: Step, forward: Forward, rows: torch.Tensor, max_rows: int
+        self,
+        pool: GraphPool,
+        step: Step,
+        forward: Forward,
+        rows: torch.Tensor,
+        padding: torch.Tensor,
+        max_rows: int,
     ) -> None:
         self._pool: Final = pool
         self._step: Final = step
         self._forward: Final = forward
         self._rows: Final = rows
+        self._padding: Final = padding
         self.sizes: Final = bucket_sizes(max_rows)
         self._missing: Final = list(self.sizes)  # captured from the end: largest first
         self._captured: Final[dict[int, _Captured]] = {}
@@ -168,12 +181,8 @@ class DecodeGraphs:
         return bool(self._missing)
 
     def _capture(self, size: int) -> None:
-        """Runs the forward pass once on whatever `rows` holds.
-
-        It writes the KV that the next step will write again, and nothing else.
-        """
         rows = self._rows[:size]
-        self._forward(rows)  # eager first: kernels compile and libraries allocate outside
+        self._step(self._padding[:size])
         graph, ids = self._pool.capture(lambda: self._step(rows))
         self._captured[size] = _Captured(graph, ids)
 

@@ -1,7 +1,8 @@
 """CUDA graphs of small mixed steps: otherwise launching a kernel takes longer than running it.
 
 A bucket has room for so many decode rows and so many tokens of a few chunks; what is missing is a
-chunk of the scratch slot. It is captured when the first step needs it, or before, in idle moments.
+chunk of the scratch slot. It is captured when the first step needs it, or before, in idle moments;
+like those of graphs.py after a step that is all padding.
 
 Knows rows, columns and replay; what a step computes it is given as functions.
 """
@@ -23,7 +24,6 @@ ROW_SIZES: Final = (0, 16, 64, 128, 256)  # decode rows
 TOKEN_SIZES: Final = (64, 128, 256, 512)  # tokens of chunks; above, the GPU is slow enough
 MAX_CHUNKS: Final = 16  # the padding is one
 
-Forward = Callable[[torch.Tensor, ChunkColumns], object]
 Step = Callable[[torch.Tensor, ChunkColumns], torch.Tensor]
 
 
@@ -36,16 +36,13 @@ class _Captured:
 class MixedGraphs:
     """The graphs of one runner.
 
-    step(rows [R], columns) -> ids [R + C] and forward(rows, columns) must do device work only, the
-    same for any content of their arguments.
+    step(rows [R], columns) -> ids [R + C] must do device work only, the same for any content of its
+    arguments.
     """
 
-    def __init__(
-        self, pool: GraphPool, step: Step, forward: Forward, batch: Batch, staging: Staging
-    ) -> None:
+    def __init__(self, pool: GraphPool, step: Step, batch: Batch, staging: Staging) -> None:
         self._pool: Final = pool
         self._step: Final = step
-        self._forward: Final = forward
         self._batch: Final = batch
         self._staging: Final = staging
         limit = batch.max_blocks * batch.block_size
@@ -78,15 +75,14 @@ class MixedGraphs:
         ]
         if not missing:
             return False
-        num_rows, num_tokens = missing[0]
-        self._columns[num_tokens][0].copy_(torch.from_numpy(self._padding(num_tokens).packed()))
-        self._capture(num_rows, num_tokens)
+        self._capture(*missing[0])
         return len(missing) > 1
 
     def _capture(self, num_rows: int, num_tokens: int) -> _Captured:
-        """Runs the forward pass once on what rows and columns hold: the step does so again."""
-        rows, columns = self._batch.rows[:num_rows], self._columns[num_tokens][1]
-        self._forward(rows, columns)
+        """Leaves padding in the columns."""
+        rows, (packed, columns) = self._batch.rows[:num_rows], self._columns[num_tokens]
+        packed.copy_(torch.from_numpy(self._padding(num_tokens).packed()))
+        self._step(self._batch.padding[:num_rows], columns)
         captured = _Captured(*self._pool.capture(lambda: self._step(rows, columns)))
         self._captured[num_rows, num_tokens] = captured
         return captured
@@ -105,10 +101,10 @@ class MixedGraphs:
         captured = self._captured.get((width, tokens))
         if captured is None and not self._pool.is_due:
             return None
-        arrays = ChunkArrays.of(chunks).padded(tokens, MAX_CHUNKS, self._batch.scratch)
-        self._staging.upload_into(self._columns[tokens][0], arrays.packed())
         if captured is None:
             captured = self._capture(width, tokens)
+        arrays = ChunkArrays.of(chunks).padded(tokens, MAX_CHUNKS, self._batch.scratch)
+        self._staging.upload_into(self._columns[tokens][0], arrays.packed())
         captured.graph.replay()
         sampled = captured.ids[width : width + sum(chunks.samples)]
         return torch.cat((captured.ids[:num_rows], sampled))

@@ -74,11 +74,9 @@ class Runner:
         """
         self._pace = Pace(is_in_step=self._is_in_step)
         pool = self._graph_pool = GraphPool(self.model.device, self._pace)
-        rows = self.batch.rows
-        self.graphs = DecodeGraphs(pool, self.plain_step, self.decode_forward, rows, max_rows)
-        self._mixed_graphs = MixedGraphs(
-            pool, self.mixed_step, self.mixed_forward, self.batch, self._staging
-        )
+        batch, functions = self.batch, (self.plain_step, self.decode_forward)
+        self.graphs = DecodeGraphs(pool, *functions, batch.rows, batch.padding, max_rows)
+        self._mixed_graphs = MixedGraphs(pool, self.mixed_step, batch, self._staging)
         while self.graphs.capture_next() and are_all_wanted:
             self._beat(Phase.LOADING)
 
@@ -182,9 +180,8 @@ class Runner:
         """
         self._staging.begin()
         batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
-        rows = torch.full_like(batch.rows, batch.scratch)
-        self.plain_step(rows)
-        self._sampler.reserve(len(rows))
+        self.plain_step(batch.padding)
+        self._sampler.reserve(len(batch.padding))
         counts = [limit] * (num_tokens // limit) + [num_tokens % limit] * (num_tokens % limit > 0)
         slots, zeros = [batch.scratch] * len(counts), [0] * len(counts)
         chunks = Chunks(slots, zeros, counts, bytes(4 * num_tokens), [True] * len(counts))
