@@ -27,7 +27,7 @@ class ChildId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the launcher saw of one child; times are CLOCK_MONOTONIC seconds."""
+    """What the launcher saw of one child; times are seconds of its AwakeClock."""
 
     child: ChildId
     rank: int  # -1 for all but ranked workers

@@ -29,6 +29,7 @@ from nvserve.protocol.control import (
 )
 from nvserve.scripts import listener
 from nvserve.scripts.actions import Action, End, Kill, Note, Send, Start
+from nvserve.scripts.awake_clock import AwakeClock
 from nvserve.scripts.children import PROGRAMS, Child, Programs
 from nvserve.scripts.control_socket import ControlSocket, Reply, Request
 from nvserve.scripts.crash_report import Accident, write_report
@@ -45,7 +46,6 @@ from nvserve.scripts.recovery import Recovery
 from nvserve.scripts.startup import StartTimes, describe_start
 
 PAGE_PERIOD_S: Final = 0.25  # between readings of the progress pages
-OVERSLEPT_S: Final = 1.0  # a longer turn of the loop: we were stopped ourselves
 SILENT_S: Final = 1.0  # from here on it is worth asking /proc
 LAST_REAP_S: Final = 5.0  # at the very end, for each child
 MAX_ACCIDENTS: Final = 5  # told in a crash report
@@ -78,8 +78,7 @@ class Supervisor:
         self._selector: Final = selectors.DefaultSelector()
         self._control: Final = ControlSocket(directory.path, self._selector, self._answer)
         self._begun: Final = time.monotonic()
-        self._awake_since = self._begun
-        self._last_tick = self._begun
+        self._clock: Final = AwakeClock(PAGE_PERIOD_S)
         self._end: End | None = None
         self._is_announced = False
         self._injection: Final = Injection(is_allowed=config.enable_faults)
@@ -94,7 +93,7 @@ class Supervisor:
         handlers = {n: signal.signal(n, _ignore) for n in (signal.SIGINT, signal.SIGTERM)}
         old_fd = signal.set_wakeup_fd(waker.fileno())
         try:
-            self._execute(self.policy.start(time.monotonic()))
+            self._execute(self.policy.start(self._clock.now()))
             while self._end is None:
                 self._wait()
                 self._tick()
@@ -111,7 +110,7 @@ class Supervisor:
     # -- the loop --------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         timeout_s = min(PAGE_PERIOD_S, max(0.0, self.policy.next_deadline() - now))
         for key, _ in self._selector.select(timeout_s):
             # not taken away in this turn, nor its number given to another
@@ -119,12 +118,10 @@ class Supervisor:
                 key.data()
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        if now - self._last_tick > PAGE_PERIOD_S + OVERSLEPT_S:
-            self._awake_since = now
-        self._last_tick = now
+        now = self._clock.now()
         observations = [self._observe(child, now) for child in self._children.values()]
-        self._execute(self.policy.tick(now, observations, awake_since=self._awake_since))
+        awake_since = self._clock.awake_since
+        self._execute(self.policy.tick(now, observations, awake_since=awake_since))
         if self.policy.state is not State.READY:
             return
         self._display.settle()
@@ -149,6 +146,8 @@ class Supervisor:
 
     def _observe(self, child: Child, now: float) -> Observation:
         page = child.page()
+        if page is not None:
+            page = page._replace(time_s=self._clock.convert(page.time_s))
         is_silent = page is None or now - page.time_s > SILENT_S
         member = self.policy.members[child.id]
         return Observation(
@@ -170,7 +169,7 @@ class Supervisor:
                 self._display.note(f"{child.name} sent a malformed control message: {message}")
                 continue
             self._record(child, message)
-            self._execute(self.policy.received(child.id, message, time.monotonic()))
+            self._execute(self.policy.received(child.id, message, self._clock.now()))
         if child.has_hung_up:  # or its end would wake the loop without a pause
             self._unregister(child.control.fileno())
 
@@ -208,13 +207,13 @@ class Supervisor:
         self._show(child)
         death = child.reap()
         is_crash = death.is_crash(has_oom_struck=self._oom.has_struck())
-        now = time.monotonic()
+        now = self._clock.now()
         self._execute(self.policy.died(child.id, now, death.text, is_crash=is_crash))
         self._forget(child)
 
     def _interrupt(self, woken: socket.socket) -> None:
         for _ in woken.recv(64):
-            self._execute(self.policy.interrupt(time.monotonic()))
+            self._execute(self.policy.interrupt(self._clock.now()))
 
     # -- actions ---------------------------------------------------------------------------------
 
@@ -310,7 +309,7 @@ class Supervisor:
         return {"error": f"unknown command {request.get('command')!r}"}
 
     def _restart(self, name: str) -> Reply:
-        number, actions = self.policy.restart(name, time.monotonic())
+        number, actions = self.policy.restart(name, self._clock.now())
         if number is None:
             return {"error": f"{name!r} cannot be restarted now: {self._why_no_restart(name)}"}
         self._execute(actions)

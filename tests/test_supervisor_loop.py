@@ -7,8 +7,9 @@ import pytest
 from process.fake_launch import FACTS
 
 from nvserve.protocol.config import Config
-from nvserve.protocol.control import Role
+from nvserve.protocol.control import Role, State
 from nvserve.scripts import listener
+from nvserve.scripts.awake_clock import AwakeClock
 from nvserve.scripts.display import Display
 from nvserve.scripts.launch_dir import LaunchDir
 from nvserve.scripts.outlet import Outlet
@@ -37,12 +38,15 @@ class Told(Supervisor):
             programs=dict.fromkeys(Role, ("-c", HANG_UP)),
         )
         self.num_heard = 0
+        self.gap_s = 0.0  # that CLOCK_MONOTONIC is ahead of all processes by
+        self._clock = AwakeClock(0.25, lambda: time.monotonic() + self.gap_s)  # type: ignore[misc]
 
     def start(self) -> None:
-        self._execute(self.policy.start(time.monotonic()))
+        self._execute(self.policy.start(self._clock.now()))
 
     def turn(self) -> None:
         self._wait()
+        self._tick()
 
     def close(self) -> None:
         for child in self._children.values():
@@ -76,3 +80,49 @@ def test_a_child_that_closed_its_channel_and_lives_wakes_the_loop_once(superviso
     for _ in range(NUM_TURNS):
         supervisor.turn()
     assert supervisor.num_heard == len(Role)
+
+
+def test_no_limit_passes_while_everything_is_frozen(supervisor: Told) -> None:
+    supervisor.start()
+    supervisor.turn()
+    supervisor.gap_s = 3600.0  # longer than any limit
+    for _ in range(NUM_TURNS):
+        supervisor.turn()
+    assert supervisor.policy.state is State.LOADING, supervisor.policy.reason
+
+
+class FakeTime:
+    """What a clock reads."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_gap_takes_no_more_time_than_a_turn() -> None:
+    read = FakeTime()
+    clock = AwakeClock(0.25, read)
+    read.now += 60.0
+    assert clock.now() == 100.25
+    assert clock.awake_since == 100.25
+    read.now += 0.25
+    assert clock.now() == 100.5
+    assert clock.convert(read.now) == 100.5
+    assert clock.awake_since == 100.25
+
+
+def test_slow_turns_are_no_gaps_and_time_goes_on_whatever_happens() -> None:
+    read = FakeTime()
+    clock = AwakeClock(0.25, read)
+    for _ in range(10):
+        read.now += 1.25
+        clock.now()
+    assert clock.now() == read.now
+    assert clock.awake_since == 100.0
+    begun = clock.now()
+    for _ in range(100):
+        read.now += 10.0
+        clock.now()
+    assert clock.now() - begun == 25.0
