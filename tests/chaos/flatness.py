@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from chaos.rig import SHARED_MEMORY, Rig
+from chaos.rig import Rig
 
 KIB_OF: dict[str, int] = {  # growth of a process between two moments that is no leak
     "launcher": 2 << 10,
@@ -39,7 +39,7 @@ class Moment:
 
     holdings: dict[str, Holding]
     num_files: int  # in the launch directory
-    num_shared: int  # in /dev/shm
+    num_shared: int  # of its processes in /dev/shm
     gauges: dict[str, float]
 
     @classmethod
@@ -53,7 +53,7 @@ class Moment:
         return cls(
             {name: Holding.of(pid) for name, pid in pids.items()},
             sum(1 for _ in directory.iterdir()),
-            sum(1 for _ in SHARED_MEMORY.iterdir()),
+            len(rig.shared_memory.names()),
             {name: metrics[name] for name in names},
         )
 

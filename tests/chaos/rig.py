@@ -14,6 +14,7 @@ from typing import Any
 from chaos.cases import Case, Texts
 from chaos.client import Client
 from chaos.load import Load, Ride, complaints
+from chaos.shared_memory import SharedMemory
 from process.server import Server, is_running, served, wait_for
 from process.sockets import listeners_of
 
@@ -23,7 +24,6 @@ FLAGS = ("--tp", "2", "--dtype", "float32", "--max-restarts", "1000", "--hang-ti
 PHASE_LIMIT_S = 1.0  # to find a process in the phase wanted; then it is struck in any
 RESIDENTS = {"worker 0", "worker 1", "core", "frontend"}
 LOOPBACK = "0100007F"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Rig:
@@ -35,7 +35,8 @@ class Rig:
         self.cases = cases
         self.url = server.wait_ready()
         self.client = Client(self.url)
-        self.shared_memory = set(SHARED_MEMORY.iterdir())
+        self.shared_memory = SharedMemory()
+        self.shared_memory.note(server.pids().values())
 
     # -- what is there
 
@@ -154,7 +155,10 @@ class Rig:
         assert not strange, f"left in the launch directory: {strange}"
         pages = list(directory.glob("*.page"))
         assert len(pages) <= len(status["processes"]), f"pages of the dead: {pages}"
-        assert set(SHARED_MEMORY.iterdir()) <= self.shared_memory, "left in /dev/shm"
+        alive = [process["pid"] for process in status["processes"]]
+        self.shared_memory.note(alive)
+        leftovers = self.shared_memory.leftovers(alive)
+        assert not leftovers, f"left in /dev/shm: {leftovers}"
 
 
 def kill(pid: int) -> float:
