@@ -92,7 +92,6 @@ class Engine:
     ) -> None:
         self.life: Final = life
         self.stats: CoreStats | None = None
-        self.last_step_time = 0.0  # UNIX seconds of the last step known of, 0 before the first
         self.journal: Final = Journal()
         self.num_gaps = 0
         self.num_replays = 0
@@ -102,6 +101,7 @@ class Engine:
         self._max_queued: Final = config.max_queued_requests
         self._timeout_s: Final = config.request_timeout_s
         self._link: Final = CoreLink(context, launch_dir, life, self._take)
+        self._last_step_time = 0.0  # UNIX seconds of the last step known of, 0 before the first
         self._num_late = 0  # answers to what had ended
         self._listeners: dict[int, Listener] = {}
         self._counter = 0
@@ -116,6 +116,15 @@ class Engine:
     def num_dropped(self) -> int:
         """Messages of no use: malformed, late, of an older life."""
         return self._link.num_dropped + self._num_late
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        """Since the last step known of; None before the first.
+
+        Core tells times of the wall clock, which may be set back.
+        """
+        last = self._last_step_time
+        return max(0.0, time.time() - last) if last else None
 
     # -- requests in -----------------------------------------------------------------------------
 
@@ -265,7 +274,7 @@ class Engine:
 
     def _take_stats(self, message: CoreStats) -> None:
         """The last step may be one of an earlier life of core, or younger than this message."""
-        self.last_step_time = max(self.last_step_time, message.last_step_time)
+        self._last_step_time = max(self._last_step_time, message.last_step_time)
         self.stats = message
         is_busy = message.num_running + message.num_waiting > 0
         self._pace.note(sum(message.finished_totals), message.time, is_busy=is_busy)
@@ -326,7 +335,7 @@ class Engine:
     def _on_emits(self, message: Emits) -> None:
         tokens = unpack_ids(message.tokens)
         if tokens:  # core tells it too, but only some times a second
-            self.last_step_time = time.time()
+            self._last_step_time = time.time()
         append = self.journal.append
         start = 0
         columns = zip(

@@ -6,7 +6,6 @@ whole document or a stream. The status line of a generation waits for core's ans
 
 import importlib.metadata
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -332,11 +331,11 @@ class _Api:
     async def ready(self, exchange: Exchange) -> None:
         """GET /ready: 200 when a request would be served now, else 503 with the reason."""
         state = self._service.state
-        last_step = self._service.engine.last_step_time
+        age_s = self._service.engine.last_step_age_s
         document = {
             "status": "ok" if state is State.READY else state.value,
             "reason": self._service.condition.reason,
-            "last_step_age_s": round(time.time() - last_step, 3) if last_step else None,
+            "last_step_age_s": None if age_s is None else round(age_s, 3),
         }
         status = 200 if state is State.READY else 503
         await exchange.respond(_encode(document), status=status)

@@ -64,7 +64,7 @@ class Frontend:
             metrics.Sources(
                 model_name=setup.config.served_model_names[0],
                 stats=lambda: self._engine.stats,
-                last_step_time=lambda: self._engine.last_step_time,
+                last_step_age_s=lambda: self._engine.last_step_age_s,
                 condition=lambda: self._service.condition,
                 own_totals=self._own_totals,
                 num_open=lambda: len(self._engine.journal),

@@ -94,14 +94,14 @@ class Sources:
         *,
         model_name: str,
         stats: Callable[[], CoreStats | None],
-        last_step_time: Callable[[], float],
+        last_step_age_s: Callable[[], float | None],
         condition: Callable[[], Condition],
         own_totals: Callable[[], dict[str, int]],
         num_open: Callable[[], int],
     ) -> None:
         self._labels: Final = {"model_name": model_name}
         self._stats: Final = stats
-        self._last_step_time: Final = last_step_time
+        self._last_step_age_s: Final = last_step_age_s
         self._condition: Final = condition
         self._own_totals: Final = own_totals
         self._num_open: Final = num_open
@@ -111,8 +111,7 @@ class Sources:
         stats, labels = self._stats(), self._labels
         if stats is not None:
             yield from _core_gauges(stats, labels)
-            last = self._last_step_time()
-            age_s = time.time() - last if last else 0.0
+            age_s = self._last_step_age_s() or 0.0
             text = "Since the last committed step."
             yield _gauge("last_step_age_seconds", text, age_s, labels)
             yield from _core_totals(stats, labels)

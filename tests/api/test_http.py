@@ -310,6 +310,15 @@ def test_ready_knows_of_a_step_as_soon_as_its_tokens_are_there(
     assert 0.0 <= json.loads(body)["last_step_age_s"] <= time.monotonic() - begun + 0.001
 
 
+def test_the_age_of_a_step_is_never_negative(frontend: FrontendProcess, core: FakeCore) -> None:
+    """The wall clock was set back behind it."""
+    frontend.wait_connected()
+    core.stats_changes = {"last_step_time": time.time() + 3600.0, "num_blocks": 1001}
+    frontend.wait_metric("nvserve:num_kv_blocks", 1001)
+    assert json.loads(frontend.get("/ready")[1])["last_step_age_s"] == 0.0
+    frontend.wait_metric("nvserve:last_step_age_seconds", 0)
+
+
 def test_models_and_tokens(frontend: FrontendProcess, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL_NAME]
     assert client.models.retrieve(MODEL_NAME).id == MODEL_NAME
