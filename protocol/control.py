@@ -13,11 +13,16 @@ misbehave, in a launch that allows it.
 """
 
 import enum
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from nvserve.protocol.config import Config
 from nvserve.protocol.messages import Message
+
+MAX_INT: Final = 2**63 - 1  # what an order may name; any larger one might not fit a message
+MAX_FAULT_S: Final = 86400.0
 
 
 class Role(enum.StrEnum):
@@ -179,13 +184,15 @@ class Inject(Message, frozen=True):
     """Misbehave at a point to come; ignored, with an error logged, without --enable-faults."""
 
     kind: FaultKind
-    step: int = -1  # a worker's step of this number or a later one; -1 = the next
+    # a worker's step of this number or a later one; -1 = the next
+    step: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
     phase: str = ""  # launch (a step), begin (an epoch) or send; not needed by message faults
     message: str = ""  # message faults: the name of the message, empty = any
-    seconds: float = 0.0  # slow, delay
-    count: int = 1  # how often
-    seed: int = 0  # which bytes are corrupted
-    token: int = -1  # only where this token id is in the prompt: makes a request poisonous
+    seconds: Annotated[float, Meta(ge=0.0, le=MAX_FAULT_S)] = 0.0  # slow, delay
+    count: Annotated[int, Meta(ge=1, le=MAX_INT)] = 1  # how often
+    seed: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] = 0  # which bytes are corrupted
+    # only where this token id is in the prompt: makes a request poisonous
+    token: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
 
 
 ToChild = Setup | StartEpoch | Peers | Condition | Hold | Drain | Exit

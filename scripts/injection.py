@@ -3,6 +3,7 @@
 Knows children and orders; whether a launch allows faults at all is told at the start.
 """
 
+import re
 import signal
 from collections.abc import Iterable
 from typing import Any, Final, get_args
@@ -68,7 +69,7 @@ class Injection:
         try:
             order = msgspec.convert(fault, Inject)
         except msgspec.ValidationError as error:
-            return {"error": f"no such fault: {error}"}
+            return {"error": f"no such fault: {_name_field(str(error))}"}
         complaint = complain(child.id.role, name, order)
         if complaint is not None:
             return {"error": complaint}
@@ -87,7 +88,7 @@ def complain(role: Role, name: str, order: Inject) -> str | None:
     """Why a process of this role cannot do that, with all that it can; None when it can."""
     if order.kind in IMMEDIATE and not order.phase:
         return _complain_of_options(role, name, order, AT_ONCE)
-    point = SEND if order.kind in MESSAGE_KINDS else order.phase
+    point = order.phase or (SEND if order.kind in MESSAGE_KINDS else "")
     possible = POSSIBLE[role]
     if order.kind in possible.get(point, ()):
         return _complain_of_options(role, name, order, point)
@@ -96,6 +97,14 @@ def complain(role: Role, name: str, order: Inject) -> str | None:
         for place, kinds in possible.items()
     )
     return f"{name} cannot do {order.kind.value} at {point or 'no point'}; it can do: {listed}"
+
+
+def _name_field(complaint: str) -> str:
+    """msgspec's words, with the option in place of the column that it speaks of."""
+    columns = ("fault", *Inject.__struct_fields__)
+    return re.sub(
+        r" - at `\$\[(\d+)\]`$", lambda found: f" as --{columns[int(found[1])]}", complaint
+    )
 
 
 def _complain_of_options(role: Role, name: str, order: Inject, point: str) -> str | None:

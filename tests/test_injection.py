@@ -9,9 +9,10 @@ from click.testing import CliRunner
 from process.fake_launch import FACTS
 from process.server import wait_for
 
+from nvserve.protocol.codec import decode_to_child, encode
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import FaultKind, Inject, Role, Setup
-from nvserve.protocol.faults import BEGIN, LAUNCH, SEND
+from nvserve.protocol.faults import BEGIN, LAUNCH, MESSAGE_KINDS, SEND
 from nvserve.scripts.children import Child
 from nvserve.scripts.fault import fault
 from nvserve.scripts.hangs import ChildId
@@ -38,7 +39,8 @@ def test_what_is_wrong_with_a_step_is_refused_where_there_are_none(
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_a_worker_can_do_every_kind_at_its_usual_point(kind: FaultKind) -> None:
-    assert complain(Role.WORKER, "worker 0", Inject(kind, phase=LAUNCH)) is None
+    point = SEND if kind in MESSAGE_KINDS else LAUNCH
+    assert complain(Role.WORKER, "worker 0", Inject(kind, phase=point)) is None
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,46 @@ def core(tmp_path: Path) -> Iterator[Child]:
     child.kill()
     child.reap()
     child.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "complaint"),
+    [
+        ("step", 10**30, "Expected `int` <= 9223372036854775807 as --step"),
+        ("step", -2, "Expected `int` >= -1 as --step"),
+        ("token", 2**63, "Expected `int` <= 9223372036854775807 as --token"),
+        ("count", 0, "Expected `int` >= 1 as --count"),
+        ("count", 10**30, "Expected `int` <= 9223372036854775807 as --count"),
+        ("seed", -(10**30), "Expected `int` >= -9223372036854775807 as --seed"),
+        ("seconds", float("inf"), "Expected `float` <= 86400.0 as --seconds"),
+        ("seconds", float("nan"), "Expected `float` >= 0.0 as --seconds"),
+        ("message", 5, "Expected `str`, got `int` as --message"),
+    ],
+)
+def test_a_value_that_no_order_can_carry_is_refused_by_name(
+    core: Child, column: str, value: object, complaint: str
+) -> None:
+    fault = msgspec.to_builtins(Inject(FaultKind.DELAY, seconds=0.1))
+    fault[1 + Inject.__struct_fields__.index(column)] = value
+    reply = Injection(is_allowed=True).inject([core], "core", fault)
+    assert reply == {"error": f"no such fault: {complaint}"}
+
+
+@pytest.mark.parametrize(
+    ("number", "seed"),
+    [(2**63 - 1, 2**63 - 1), (-1, 1 - 2**63)],
+)
+def test_the_largest_and_smallest_values_fit_a_message(number: int, seed: int) -> None:
+    order = Inject(FaultKind.CRASH, step=number, token=number, count=max(1, number), seed=seed)
+    assert msgspec.convert(msgspec.to_builtins(order), Inject) == order
+    assert decode_to_child(encode(order)) == order
+
+
+@pytest.mark.parametrize("phase", [LAUNCH, "lunch", "\ud800"])
+def test_a_message_fault_strikes_at_no_other_point(core: Child, phase: str) -> None:
+    fault = msgspec.to_builtins(Inject(FaultKind.DROP, phase=phase))
+    reply = Injection(is_allowed=True).inject([core], "core", fault)
+    assert reply["error"].startswith(f"core cannot do drop at {phase}; it can do: ")
 
 
 def test_a_refused_fault_arms_neither_this_life_nor_the_next(core: Child) -> None:
