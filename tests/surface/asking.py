@@ -15,6 +15,7 @@ T = TypeVar("T")
 NUM_TRIES = 3
 PLAIN = {"prompt": "The king", "max_tokens": 6, "temperature": 0}
 LIMIT_S = 60.0
+ACCEPTED = "nvserve:requests_accepted_total"
 ZMQ_LINE = r"ZMQ clients: (\S+)"
 
 
@@ -87,12 +88,29 @@ class Asker:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics by name and labels, the model's name left out."""
+        """The samples of /metrics by name and labels, the model's name left out.
+
+        Core's are among them: a frontend has none of these before core's first word to it.
+        """
+        return wait_for("core's totals", self._metrics)
+
+    def _metrics(self) -> dict[str, float] | None:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S) as response:
             text = response.read().decode()
         lines = re.sub(r'\{?model_name="[^"]*"[,}]', "{", text).replace("{ ", " ").splitlines()
         samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        return {name: float(value) for name, value in samples}
+        found = {name: float(value) for name, value in samples}
+        return found if ACCEPTED in found else None
+
+    def settle(self) -> None:
+        """Until core's totals count all that it had done before this call.
+
+        It tells them some times a second, and in one order with its tokens.
+        """
+        self.complete(**PLAIN)
+        before = self.metrics()[ACCEPTED]
+        self.complete(**PLAIN)
+        wait_for("newer totals of core", lambda: self.metrics()[ACCEPTED] != before)
 
     def check_alive(self) -> None:
         """The same processes give the same answer, and every block is free again."""

@@ -70,6 +70,7 @@ def test_a19_zmq_clients_that_are_gone_free_everything(
     asker: Asker, delay_s: float, how: str
 ) -> None:
     expected = expected_ids(asker, max_tokens=30)
+    asker.settle()
     aborted_before = num_aborted(asker)
     with Peer(asker.zmq_endpoint) as kept:
         kept.send(submit(1, max_tokens=30))

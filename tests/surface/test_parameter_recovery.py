@@ -258,6 +258,7 @@ def test_every_parameter_survives_a_death(rig: Rig, victim: str) -> None:
         before = 0.0 if victim == "core" else rig.num_recovered()
         rig.strike(victim, faults[number % len(faults)])
         answers = now.finish()
+        rig.asker.settle()
         num_recovered = rig.num_recovered() - before
         assert num_recovered > len(answers) / 2, "most had ended before the fault"
         wrong = {name: difference(answers[name], right) for name, right in rig.expected.items()}
