@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Final
 
+import msgspec
 import zmq
 
 from nvserve.core.compile_queue import CompileQueue, overloaded
@@ -34,6 +35,7 @@ from nvserve.protocol.control import (
     Searching,
     Setup,
     StartEpoch,
+    shorten,
 )
 from nvserve.protocol.messages import Abort, CoreStats, Finish, FinishReason, Submit
 from nvserve.protocol.progress import Phase
@@ -221,7 +223,7 @@ class Core:
 
     def _tell_broken(self, broken: EpochBroken) -> None:
         logger.error("epoch %s broke in step %s: %s", broken.epoch, broken.step, broken.reason)
-        self._child.send(broken)
+        self._child.send(msgspec.structs.replace(broken, reason=shorten(broken.reason)))
 
     def _send_stats(self, now: float) -> None:
         """CoreStats, at once when something changed a while after the last, else once a second."""

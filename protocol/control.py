@@ -23,6 +23,7 @@ from nvserve.protocol.messages import Message
 
 MAX_INT: Final = 2**63 - 1  # what an order may name; any larger one might not fit a message
 MAX_FAULT_S: Final = 86400.0
+MAX_REASON_BYTES: Final = 2000  # of an error's text: any socket buffer has room for it
 
 
 class Role(enum.StrEnum):
@@ -161,6 +162,14 @@ class Failed(Message, frozen=True):
     """The child cannot start, and says why in one line a user understands; it then exits."""
 
     message: str
+
+
+def shorten(reason: str) -> str:
+    """The beginning of an error's text, and nothing in it that is no UTF-8: it can always be sent.
+
+    Libraries put whole traces into their errors, and file names may hold any bytes.
+    """
+    return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
 class FaultKind(enum.StrEnum):

@@ -255,6 +255,15 @@ def test_garbage_and_other_lives_are_counted_and_change_nothing(rig: Rig) -> Non
     assert rig.expect_reply(Accepted).request_ids == [9]
 
 
+def test_a_reason_of_any_length_fits_the_control_channel(rig: Rig) -> None:
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    rig.submit(7, max_tokens=2)
+    rig.expect_reply(Accepted)
+    rig.reports[0].send(encode(StepFailed(0, 0, 0, "NaN " * 100_000)))
+    assert rig.expect_control(EpochBroken).reason == "NaN " * 500
+
+
 def test_a_failed_step_is_told_to_the_launcher_and_survived(rig: Rig) -> None:
     rig.meet(life=1)
     rig.start_epoch(tp_size=1)

@@ -23,7 +23,15 @@ import zmq
 from nvserve.protocol.channel import Inbox, Outbox, core_to_worker, worker_to_core
 from nvserve.protocol.child import Child, bootstrap
 from nvserve.protocol.codec import BadFrame, decode_to_worker, encode
-from nvserve.protocol.control import EpochBroken, Exit, Failed, Progress, Ready, StartEpoch
+from nvserve.protocol.control import (
+    EpochBroken,
+    Exit,
+    Failed,
+    Progress,
+    Ready,
+    StartEpoch,
+    shorten,
+)
 from nvserve.protocol.messages import (
     Gap,
     Hello,
@@ -194,7 +202,7 @@ class EpochServer:
             logger.error("step %d: %s", step, error)
         else:
             logger.error("step %d failed", step, exc_info=error)
-        message = f"{type(error).__name__}: {error}"
+        message = shorten(f"{type(error).__name__}: {error}")
         self._send(StepFailed(self._epoch, step, self._rank, message, is_peer_lost))
 
     def _give_up(self) -> None:
@@ -317,7 +325,7 @@ def run_epoch(
         return superseded.start
     except PeerLost as error:
         engine.end()
-        child.send(EpochBroken(start.epoch, -1, -1, str(error)))
+        child.send(EpochBroken(start.epoch, -1, -1, shorten(str(error))))
         return wait_for_epoch(child)
     server = EpochServer(context, child, engine, start)
     try:
@@ -340,7 +348,7 @@ def main(argv: list[str]) -> int:
         while True:
             start = run_epoch(context, child, engine, start)
     except ModelRefused as error:
-        child.send(Failed(str(error)))
+        child.send(Failed(shorten(str(error))))
         return 1
 
 
