@@ -34,6 +34,12 @@ _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 
 
 @jit
+def _of_shard(token_id, first_token_id, num_tokens):  # type: ignore[no-untyped-def]
+    """The id, or one of this shard where a row of -inf or NaN has led to none."""
+    return tl.minimum(tl.maximum(token_id, first_token_id), first_token_id + num_tokens - 1)
+
+
+@jit
 def _select_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     temperature_ptr,
@@ -68,6 +74,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     values = tl.load(best_values_ptr + row * num_tiles + tiles, mask=in_tiles, other=float("-inf"))
     ids = tl.load(best_ids_ptr + row * num_tiles + tiles, mask=in_tiles, other=2147483647)
     chosen = tl.min(tl.where(values == tl.max(values), ids, 2147483647))
+    chosen = _of_shard(chosen, first_token_id, num_tokens)
     temperature = tl.load(temperature_ptr + row)
     k = tl.load(top_k_ptr + row)
     p = tl.load(top_p_ptr + row)
@@ -166,9 +173,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
                 searching = above_id != 2147483647
                 chosen = tl.where(searching, above_id, chosen)
                 candidate = tl.where(searching, above_scaled, candidate)
-    # A row of -inf or NaN still gives an id of this shard.
-    chosen = tl.minimum(tl.maximum(chosen, first_token_id), first_token_id + num_tokens - 1)
-    tl.store(ids_ptr + row, chosen.to(tl.int64))
+    tl.store(ids_ptr + row, _of_shard(chosen, first_token_id, num_tokens).to(tl.int64))
 
 
 def select_rows(

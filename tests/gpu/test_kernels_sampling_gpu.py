@@ -132,6 +132,24 @@ def test_sample_with_ties_takes_the_reference_token() -> None:
     assert sampling.sample(nothing, *rows(2)).max() < 64
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", [1000, 1024, 4096])  # 1024: a whole tile of few rows' scan
+@pytest.mark.parametrize("first_token_id", [0, 512])
+def test_a_row_of_nan_gets_some_id_and_harms_no_other(num_tokens: int, first_token_id: int) -> None:
+    """The step fails for it; the kernel must not read where its best token is not."""
+    logits = random(8, num_tokens)
+    arguments = rows(8)
+    expected = sampling.sample(logits, *arguments, first_token_id=first_token_id)
+    for bad in (0, 3, 6):
+        spoiled = logits.clone()
+        spoiled[bad] = float("nan")
+        ids = sampling.sample(spoiled, *arguments, first_token_id=first_token_id)
+        assert first_token_id <= int(ids[bad]) < first_token_id + num_tokens
+        others = torch.arange(8) != bad
+        assert torch.equal(ids[others], expected[others])
+
+
 @pytest.mark.parametrize("num_tokens", [100] if INTERPRETED else [100, 32_003])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_penalties_masks_and_counts_match_the_reference(
