@@ -141,7 +141,8 @@ def prefill(
         ROWS=rows,
         QUERIES=queries,
         TILE=32 if wide else 64,
-        REQUESTS=max(16, triton.next_power_of_2(num_requests)),
+        # One kernel for nearly all: a burst of requests must not wait for another one.
+        REQUESTS=max(256, triton.next_power_of_2(num_requests)),
         STAGES=2 if wide else 3,
         num_warps=8 if rows >= 128 else 4,
         **launch_options(q.device),
