@@ -61,6 +61,7 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    can_be_captured: bool  # by a CUDA graph: it asks the device for nothing
 
     def plan_decode(
         self,

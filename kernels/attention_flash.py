@@ -13,6 +13,7 @@ class Flash3Backend:
 
     name = "fa3"
     decode_fused = None
+    can_be_captured = True
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module("flash_attn_interface")
@@ -86,6 +87,7 @@ class MixedBackend:
     """Prefill by FlashAttention 3, decode by our kernels: the faster of the two for each."""
 
     name = "fa3+triton"
+    can_be_captured = True
 
     def __init__(self) -> None:
         # Triton is an import of its own, which fa3 alone does not need.
@@ -102,6 +104,7 @@ class Flash2Backend:
 
     name = "fa2"
     decode_fused = None
+    can_be_captured = True
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module("flash_attn")

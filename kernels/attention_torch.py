@@ -60,6 +60,7 @@ class TorchBackend:
 
     name = "torch"
     decode_fused = None
+    can_be_captured = False
 
     def plan_decode(
         self,

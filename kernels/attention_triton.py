@@ -10,6 +10,7 @@ class TritonBackend:
     """Our kernels: any CUDA device, float16, bfloat16 and true float32, any block size."""
 
     name = "triton"
+    can_be_captured = True
 
     def plan_decode(
         self,

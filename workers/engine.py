@@ -86,6 +86,8 @@ class TorchEngine:
         if not self._is_warm or self._parallel.size > 1:  # a new group has yet to connect
             self._compile(runner)
             runner.warm_up(self._num_warm_up_tokens(model.device))
+            while not self._is_device_done():  # what was staged for it is free for steps again
+                wait(POLL_S)
             self._is_warm = True
         warm = time.monotonic()
         if self._wants_graphs(runner):
@@ -151,6 +153,9 @@ class TorchEngine:
         """Not yet made, and possible: gloo's collectives cannot be captured."""
         if self._config.enforce_eager or runner.model.device.type != "cuda":
             return False
+        if not runner.backend.can_be_captured:
+            logger.warning("attention by %s: no CUDA graphs, steps run eager", runner.backend.name)
+            return False
         return self._parallel.can_be_captured and runner.graphs is None
 
     def _load(self, start: StartEpoch, report: Report) -> Decoder:
@@ -186,7 +191,9 @@ class TorchEngine:
         self, architecture: DecoderConfig, device: torch.device, report: Report
     ) -> Decoder:
         config = self._config
-        model = Decoder(architecture, self._parallel, config.max_model_len, device, self._dtype)
+        # Padding and warm-up have positions up to the end of the last block.
+        num_positions = -(-config.max_model_len // config.block_size) * config.block_size
+        model = Decoder(architecture, self._parallel, num_positions, device, self._dtype)
 
         def report_weights(done: float) -> None:
             self._page.beat(Phase.LOADING)

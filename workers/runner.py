@@ -9,6 +9,7 @@ R rows that sample, T tokens of the step, N hidden size.
 """
 
 import logging
+import time
 from itertools import compress
 from threading import Thread
 from typing import Final
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # One of each kind that kernels are compiled for, beside the whole batch.
 COMPILED_ROWS: Final = (2, 1, 17, 33, 49, 65)
+COMPILE_BEATS_S: Final = 60.0  # a step that waits longer for its kernels is silent from then on
 
 
 class Runner:
@@ -311,8 +313,10 @@ class Runner:
         logits = self.model.logits(hidden)
         if not step.is_full_tail:
             return self._sampler.plain(logits, slots, positions)
+        give_up = time.monotonic() + COMPILE_BEATS_S
         while self._full_tail is not None and self._full_tail.is_alive():
-            self._beat(Phase.SAMPLING)
+            if time.monotonic() < give_up:
+                self._beat(Phase.SAMPLING)
             self._full_tail.join(BEAT_S / 2)
         return self._sampler.full(logits, slots, positions, host_slots, step.masks)
 

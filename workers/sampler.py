@@ -118,7 +118,7 @@ class Sampler:
         del logits
 
     def compile_full(self, device: torch.device) -> None:
-        """Compile the kernels of sample(), for few rows and for many, without running them.
+        """Compile the kernels of a full tail, for few rows and for many, without running them.
 
         They take longest of all: this is for a thread beside the first steps, and so for kernels
         that no plain step launches, which could find one half loaded.
@@ -134,6 +134,12 @@ class Sampler:
                 top_k = torch.empty(num_rows, dtype=torch.int32, device=device)
                 logits = torch.empty(num_rows, self._state.vocab_size, device=device)
                 sample(logits, floats[0], top_k, floats[1], floats[2], integers[0], integers[1])
+            slots, num_tokens = integers[0], self._state.vocab_size
+            counts = torch.empty(1, num_tokens, dtype=torch.int32, device=device)
+            mask = torch.empty(num_rows, -(-num_tokens // 32), dtype=torch.int32, device=device)
+            apply_penalties(logits, slots, counts, counts > 0, *floats)
+            apply_token_mask(logits, mask)
+            count_tokens(counts, slots, integers[1])
 
     def _shaped(
         self,

@@ -1,0 +1,71 @@
+"""What an engine does around its steps: positions at the end, memory that is still read, graphs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from step_driver import Ask, begin_epoch, greedy_reference, make_engine, save_model
+
+from nvserve.kernels.attention import select_backend
+from nvserve.protocol.control import StartEpoch
+from nvserve.workers.engine import TorchEngine
+from nvserve.workers.runner import Runner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_model(folder, "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("max_model_len", [2, 10, 16, 17])
+def test_the_longest_context_may_end_inside_a_block(
+    max_model_len: int, model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, reference = model
+    changes = {"max_model_len": max_model_len, "max_num_batched_tokens": 256, "block_size": 16}
+    driver = begin_epoch(make_engine(folder, tmp_path, **changes), tmp_path)
+    count = max_model_len - 1
+    assert driver.generate([Ask([5], count)]) == [greedy_reference(reference, [5], count)]
+
+
+def test_steps_come_after_the_warm_up_has_left_the_device(
+    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its staged copies are in the memory that the steps' copies take."""
+    events: list[str] = []
+    is_done = iter([True, False, False, True])  # first: before the epoch
+
+    def look(_: TorchEngine) -> bool:
+        events.append("look")
+        return next(is_done)
+
+    warm_up = Runner.warm_up
+
+    def note(runner: Runner, num_tokens: int) -> None:
+        events.append("warm-up")
+        warm_up(runner, num_tokens)
+
+    monkeypatch.setattr(TorchEngine, "_is_device_done", look)
+    monkeypatch.setattr(Runner, "warm_up", note)
+    engine = make_engine(model[0], tmp_path)
+    start = StartEpoch(0, 1, 0, num_kv_blocks=50)
+    engine.begin(start, str(tmp_path), lambda _: events.append("wait"), lambda *_: None)
+    assert events == ["look", "warm-up", "look", "wait", "look", "wait", "look"]
+
+
+def test_attention_that_asks_the_device_is_in_no_graph(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    engine = make_engine(model[0], tmp_path)
+    backend = select_backend(CPU, torch.float32, 64, 16, "torch")
+    runner = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cuda")), backend=backend, graphs=None
+    )
+    assert not engine._wants_graphs(cast(Runner, runner))
+    runner.backend = SimpleNamespace(name="triton", can_be_captured=True)
+    assert engine._wants_graphs(cast(Runner, runner))
