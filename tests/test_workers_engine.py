@@ -1,5 +1,6 @@
 """What an engine does around its steps: positions at the end, memory that is still read, graphs."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,12 @@ from step_driver import Ask, begin_epoch, greedy_reference, make_engine, save_mo
 
 from nvserve.kernels.attention import select_backend
 from nvserve.protocol.control import StartEpoch
+from nvserve.workers import loader
 from nvserve.workers.engine import TorchEngine
 from nvserve.workers.runner import Runner
 
 CPU = torch.device("cpu")
+LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,37 @@ def test_steps_come_after_the_warm_up_has_left_the_device(
     start = StartEpoch(0, 1, 0, num_kv_blocks=50)
     engine.begin(start, str(tmp_path), lambda _: events.append("wait"), lambda *_: None)
     assert events == ["look", "warm-up", "look", "wait", "look", "wait", "look"]
+
+
+def test_a_rank_without_peers_compiles_while_it_loads(
+    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loading, compiled = loader.load, threading.Event(), threading.Event()
+
+    def load_beside(*arguments: Any) -> None:
+        loading.set()
+        assert compiled.wait(LIMIT_S)
+        load(*arguments)
+
+    def compile_kernels(_: Runner, num_tokens: int) -> None:
+        assert loading.wait(LIMIT_S)
+        compiled.set()
+
+    monkeypatch.setattr(loader, "load", load_beside)
+    monkeypatch.setattr(Runner, "compile_kernels", compile_kernels)
+    driver = begin_epoch(make_engine(model[0], tmp_path), tmp_path)
+    assert driver.generate([Ask([5], 3)]) == [greedy_reference(model[1], [5], 3)]
+
+
+def test_a_compilation_that_fails_ends_the_start(
+    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_kernels(_: Runner, num_tokens: int) -> None:
+        raise RuntimeError("ptxas is missing")
+
+    monkeypatch.setattr(Runner, "compile_kernels", compile_kernels)
+    with pytest.raises(RuntimeError, match="ptxas is missing"):
+        begin_epoch(make_engine(model[0], tmp_path), tmp_path)
 
 
 def test_attention_that_asks_the_device_is_in_no_graph(

@@ -1,13 +1,16 @@
 """One rank on a CPU or a GPU: its weights, its KV pool, its place in the group, its runner.
 
 Weights are loaded once and outlive every epoch, and so does the pool; the group and the batch are
-those of one epoch.
+those of one epoch. A rank without peers compiles its kernels while it loads; others need the group,
+since their steps hold its collectives.
 """
 
 import logging
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import torch
@@ -45,6 +48,7 @@ DTYPES: Final = {
     "float16": torch.float16,
 }
 CPU_WARM_UP_TOKENS: Final = 16
+COMPILE_LIMIT_S: Final = 100.0
 
 
 class TorchEngine:
@@ -59,7 +63,8 @@ class TorchEngine:
         self._cache: KvCache | None = None
         self._runner: Runner | None = None
         self._is_warm = False  # the largest step ran since the weights were loaded
-        self._compile_s = 0.0
+        self._is_compiled = False  # what it needs was, for these weights
+        self._compile_s = 0.0  # of this epoch: what was waited for
 
     def begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self.end()
@@ -75,13 +80,13 @@ class TorchEngine:
         while not self._is_device_done():
             wait(POLL_S)
         began = time.monotonic()
+        self._compile_s = 0.0
         model = self._load(start, report)
-        loaded = time.monotonic()
+        loaded, ahead_s = time.monotonic(), self._compile_s
         report("group", 0.0)
         self._parallel.join(launch_dir, start.epoch, model.device, wait)
         joined = time.monotonic()
         report("warm-up", 0.0)
-        self._compile_s = 0.0
         runner = self._make_runner(model, start)
         if not self._is_warm or self._parallel.size > 1:  # a new group has yet to connect
             self._compile(runner)
@@ -98,10 +103,10 @@ class TorchEngine:
         if runner.graphs is not None:
             logger.info("epoch %d has %d CUDA graphs", start.epoch, runner.graphs.num_captured)
         phases = {
-            "weights": loaded - began,
+            "weights": loaded - began - ahead_s,
             "group": joined - loaded,
             "compile": self._compile_s,
-            "warm-up": warm - joined - self._compile_s,
+            "warm-up": warm - joined - (self._compile_s - ahead_s),
             "graphs": time.monotonic() - warm,
         }
         return EpochReady(start.epoch, runner.batch.num_blocks, phases, runner.backend.name)
@@ -164,7 +169,7 @@ class TorchEngine:
         if self._model is not None and wanted == (self._parallel.rank, self._parallel.size):
             return self._model
         self._model = self._cache = self._runner = None
-        self._is_warm = False
+        self._is_warm = self._is_compiled = False
         architecture = read_config(Path(self._config.model))
         check_parallel(architecture, start.tp_size)
         place = self._place(start)
@@ -199,12 +204,37 @@ class TorchEngine:
             self._page.beat(Phase.LOADING)
             report("weights", done)
 
+        parameters = model.parameters()
+        compiling = self._compile_ahead(model) if self._parallel.size == 1 else None
         if config.load_format == "dummy":
-            loader.load_dummy(model.parameters(), config.seed, report_weights)
+            loader.load_dummy(parameters, config.seed, report_weights)
         else:
             path = Path(config.model)
-            loader.load(path, model.parameters(), architecture.is_tied, report_weights)
+            loader.load(path, parameters, architecture.is_tied, report_weights)
+        if compiling is not None:
+            loaded = time.monotonic()
+            compiling.result(COMPILE_LIMIT_S)
+            self._compile_s += time.monotonic() - loaded
+            self._is_compiled = True
         return model
+
+    def _compile_ahead(self, model: Decoder) -> "Future[None]":
+        """Compile in a thread, whatever the weights hold."""
+        runner = self._assemble(model, self._make_cache(model, 1))
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                if model.device.type == "cuda":
+                    torch.cuda.set_device(model.device)
+                runner.compile_kernels(self._num_warm_up_tokens(model.device))
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        Thread(target=run, name="compile", daemon=True).start()
+        return done
 
     def _place(self, start: StartEpoch) -> Place:
         if self._config.device == "cpu":
@@ -267,6 +297,8 @@ class TorchEngine:
         return torch.cuda.max_memory_allocated(model.device) - before
 
     def _compile(self, runner: Runner) -> None:
+        if self._is_compiled:
+            return
         began = time.monotonic()
         runner.compile_kernels(self._num_warm_up_tokens(runner.model.device))
         self._compile_s += time.monotonic() - began
