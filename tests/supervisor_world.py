@@ -64,13 +64,22 @@ class World:
         self.alive.remove(child)
         self.obey(self.policy.died(child, self.now, cause))
 
+    def bury(self) -> None:
+        """Those that were killed or are dead are reaped at last."""
+        self.undying = False
+        gone, self.exiting = self.exiting | set(self.killed), set()
+        for child in sorted(gone):
+            if child in self.alive:  # an end or a fence may have been faster
+                self.die(child)
+
     def pass_time(self, seconds: float, *, beating: bool = True) -> None:
         """Time goes by in small ticks; all pages beat unless `beating` is off."""
         for _ in range(max(1, round(seconds / 0.25))):
             self.now += min(seconds, 0.25)
             if beating:
                 for child in self.alive:
-                    self.beat(child)
+                    if child not in self.exiting:
+                        self.beat(child)
             self.tick()
 
     def beat(self, child: ChildId, phase: Phase = Phase.WAITING, entered: int = 0) -> None:

@@ -11,6 +11,7 @@ from nvserve.protocol.control import (
     Drained,
     EpochBroken,
     Failed,
+    Held,
     Role,
     State,
 )
@@ -20,6 +21,7 @@ from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.hangs import ChildId
 
 FRONTEND, CORE = Role.FRONTEND, Role.CORE
+EVENTS = ["die", "time", "break", "hang", "mute", "slow", "restart", "quiet", "interrupt"]
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -176,7 +178,7 @@ def test_an_interrupt_while_starting_stops_at_once_with_zero() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     events=st.lists(
-        st.tuples(st.sampled_from(["die", "time", "break", "hang", "mute"]), st.integers(0, 6)),
+        st.tuples(st.sampled_from(EVENTS), st.integers(0, 6)),
         max_size=25,
     ),
     num_spares=st.integers(0, 1),
@@ -196,6 +198,22 @@ def test_any_history_ends_ready_or_ended(events: list[tuple[str, int]], num_spar
                 world.hear(child, EpochBroken(world.policy.formation.epoch, number - 1, 1, "x"))
             case "hang":
                 silence(world, {child: (Phase.FORWARD, number)}, 6.0)
+            case "slow":  # the dead are not reaped for a while, and survivors complain
+                world.undying, world.exiting = True, {child}
+                others = [other for other in world.alive if other != child]
+                for other in others[: number % 3]:
+                    epoch = world.policy.formation.epoch
+                    world.hear(other, EpochBroken(epoch, number - 1, 1, "x"))
+                world.pass_time(number / 2)
+                world.bury()
+            case "restart":
+                name = world.member(child).name
+                world.obey(world.policy.restart(name, world.now)[1])
+            case "quiet":
+                world.hear(child, Drained() if child.role is FRONTEND else Held())
+            case "interrupt":
+                if number == 0:
+                    world.interrupt()
             case _:
                 world.mute.add(child)
         world.check()
