@@ -197,13 +197,16 @@ class EpochServer:
     def _fail(self, step: int, error: Exception) -> None:
         """The epoch is over on this rank. The process edge: any exception ends up here."""
         is_peer_lost = isinstance(error, PeerLost) or self._engine.is_aborted
-        self._give_up()
-        if is_peer_lost:
-            logger.error("step %d: %s", step, error)
-        else:
-            logger.error("step %d failed", step, exc_info=error)
         message = shorten(f"{type(error).__name__}: {error}")
-        self._send(StepFailed(self._epoch, step, self._rank, message, is_peer_lost))
+        failed = StepFailed(self._epoch, step, self._rank, message, is_peer_lost)
+        if is_peer_lost:
+            self._give_up()
+            logger.error("step %d: %s", step, error)
+            self._send(failed)
+        else:  # told before the peers are freed, who would tell of a loss that nobody is blamed for
+            self._send(failed)
+            logger.error("step %d failed", step, exc_info=error)
+            self._give_up()
 
     def _give_up(self) -> None:
         """Run nothing more in this epoch, and free the peers that wait for this rank."""
