@@ -166,9 +166,13 @@ def test_a_stopped_process_is_found_fenced_and_replaced(launch: Launches, name: 
     server.wait_ready()
     before = server.pids()
     kill(server, name, signal.SIGSTOP)
-    server.wait_epoch(1)
+    status = server.wait_status(
+        "another epoch", lambda s: s["state"] == "ready" and s["epoch"] >= 1
+    )
     after = server.pids()
-    assert {n for n in after if after[n] != before[n]} == {name}
+    replaced = {n for n in after if after[n] != before[n]}
+    # Survivors have 2 s to answer: one that is late on a full machine costs another epoch.
+    assert replaced == {name} or (name in replaced and status["epoch"] > 1)
     told = server.wait_text(rf"{name} has been silent for (\d+\.\d+) s.* stopped from outside")
     assert float(told[1]) >= HANG_S, "a hang was seen before --hang-timeout"
 
@@ -213,7 +217,7 @@ def test_a_survivor_that_does_not_answer_the_new_epoch_is_fenced_too(launch: Lau
     before = server.pids()
     kill(server, "worker 0")
     server.wait_text(r"worker 1 did not answer epoch 1")
-    server.wait_status("recovered", lambda s: s["state"] == "ready" and s["epoch"] == 2)
+    server.wait_status("recovered", lambda s: s["state"] == "ready" and s["epoch"] >= 2)
     assert server.pids()["worker 1"] != before["worker 1"]
 
 
