@@ -77,10 +77,13 @@ async def _not_found(exchange: Exchange) -> None:
 
 
 class _Endpoint:
-    """One route as an ASGI application: method, key, handler, and every error as a document."""
+    """One route as an ASGI application: method, key, handler, and every error as a document.
+
+    No method takes all. HEAD is GET, of whose answer the server below leaves the body out.
+    """
 
     def __init__(self, method: str, handler: Handler, api_key: str, cors: Cors) -> None:
-        self._method: Final = method
+        self._methods: Final = {"GET": ["GET", "HEAD"], "": []}.get(method, [method])
         self._cors: Final = cors
         self._handler: Final = handler
         self._api_key: Final = api_key
@@ -91,8 +94,9 @@ class _Endpoint:
             if exchange.is_preflight:  # a browser sends it without the key
                 await exchange.respond_preflight()
                 return
-            if self._method and exchange.method != self._method:
-                raise ApiError(405, f"use {self._method} for this path", code="method_not_allowed")
+            if self._methods and exchange.method not in self._methods:
+                await self._refuse_method(exchange)
+                return
             if self._api_key:
                 exchange.check_key(self._api_key)
             await self._handler(exchange)
@@ -103,6 +107,12 @@ class _Endpoint:
         except Exception:  # the edge: a bug costs this request alone, and its text stays here
             logger.exception("unexpected failure of %s", scope["path"])
             await self._answer(exchange, ApiError(500, "the server failed on this request"))
+
+    async def _refuse_method(self, exchange: Exchange) -> None:
+        text = f"use {self._methods[0]} for this path"
+        error = ApiError(405, text, code="method_not_allowed")
+        allow = (b"allow", ", ".join(self._methods).encode())
+        await exchange.respond(error.body(), status=error.status, headers=[allow])
 
     async def _answer(self, exchange: Exchange, error: ApiError) -> None:
         if exchange.is_started:

@@ -2,7 +2,8 @@
 
 Adds: bounds on header bytes (431) and on connections (503), a time limit for headers (408), one for
 readers that take nothing, errors in OpenAI's form, and the connection's transport in
-scope["extensions"], so that a step's fan-out can write to it.
+scope["extensions"], so that a step's fan-out can write to it. Of a request that asks for another
+protocol, as HTTP/2's clients do, only the wish is ignored: it has its body and its answer.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
+import httptools
 import uvicorn
 from starlette.routing import Router
 from uvicorn._types import ASGI3Application
@@ -52,6 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
     _is_refused = False
+    _has_ended_one = False  # a request, in the bytes that came last: they are not all of the next
     _running: RequestResponseCycle | None = None  # `cycle` is the last one, perhaps behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
@@ -76,14 +79,49 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        super().data_received(data)
-        if self._header_timer is not None:  # no request is complete yet: one header may be endless
-            self._num_unparsed_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._has_ended_one = False
+        self._parse(data)
+        if self._header_timer is not None:  # one header may be endless
+            self._num_unparsed_bytes += 0 if self._has_ended_one else len(data)
             if self._num_unparsed_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, _TOO_LARGE)
         elif self._rest_timer is None and (self.cycle is None or self.cycle.response_complete):
             # Bytes behind an answer that begin no request; uvicorn's timer ended with them.
             self._rest_timer = self.loop.call_later(REST_LIMIT_S, self.transport.abort)
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which stops behind the headers of a request with an Upgrade.
+
+        That request is then parsed again without it (RFC 9110, 7.8), and what follows is its body.
+        """
+        pieces: list[bytes | memoryview] = [memoryview(data)]
+        while pieces:
+            piece = pieces.pop()
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_upgrade:
+                    self._refuse(400, "this server opens no tunnels")
+                    return
+                head = self._head_without_upgrade()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+                pieces += [piece[upgrade.args[0] :], head]
+
+    @property
+    def _is_upgrade(self) -> bool:
+        """Whether the request just parsed asks for another protocol on its connection."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -101,10 +139,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_header_bytes(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        if self._is_upgrade:
+            return
         self._disarm_header_timer()
         super().on_headers_complete()
         if self.pipeline and self._probe_timer is None:  # uvicorn stops reading here
             self._probe()
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            self._has_ended_one = True
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

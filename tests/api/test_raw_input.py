@@ -136,6 +136,13 @@ def test_pipelined_requests_are_answered_in_order(shared: FrontendProcess) -> No
     assert answer.rfind(b'"text_completion"') < answer.find(b'"version"')
 
 
+def test_many_pipelined_requests_are_no_large_headers(shared: FrontendProcess) -> None:
+    one = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    last = one.replace(b"host: x", b"connection: close")
+    answer = exchange(shared, one * 6000 + last)
+    assert answer.count(b"HTTP/1.1 200 ") == 6001
+
+
 def test_expect_continue_and_http_1_0(shared: FrontendProcess) -> None:
     body = b'{"prompt":[9],"max_tokens":1}'
     head = POST + b"connection: close\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
