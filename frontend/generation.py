@@ -70,6 +70,7 @@ class Choice:
         "_ends",
         "_generation",
         "_is_begun",
+        "_min_tokens",
         "_stop",
         "_tokens_out",
         "cached",
@@ -93,6 +94,7 @@ class Choice:
             if rules.include_stop
             else frozenset(sampling.stop_token_ids) | generation.eos_ids
         )
+        self._min_tokens: Final = sampling.min_tokens
         self._tokens_out = 0
         self.index: Final = index
         self.num_prompt_tokens: Final = len(prompt)
@@ -195,14 +197,17 @@ class Choice:
     ) -> tuple[str, int, bool]:
         assert self._stop is not None, "only called with stop strings"
         parts: list[str] = []
+        num_uncounted = self._min_tokens - (self._tokens_out - len(tokens))
         for index in range(num_visible):
-            text, is_stopped = self._stop.feed(self.detokenizer.feed(tokens[index]))
+            text = self.detokenizer.feed(tokens[index])
+            text, is_stopped = self._stop.feed(text, counts=index >= num_uncounted)
             parts.append(text)
             if is_stopped:
                 self._tokens_out -= len(tokens) - index - 1
                 return "".join(parts), index + 1, True
         if finish:
-            text, is_stopped = self._stop.feed(self.detokenizer.flush())
+            text = self.detokenizer.flush()
+            text, is_stopped = self._stop.feed(text, counts=len(tokens) > num_uncounted)
             parts.append(text if is_stopped else text + self._stop.flush())
             return "".join(parts), len(tokens), is_stopped
         return "".join(parts), len(tokens), False

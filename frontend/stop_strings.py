@@ -1,7 +1,8 @@
 """Finds stop strings in a stream of text, across any token border, holding back only what it must.
 
 The match that completes first wins; of those that complete with the same character, the longest.
-So the answer does not depend on how the text was cut. Knows text only.
+So the answer does not depend on how the text was cut. While matches do not count yet, text is only
+kept in mind: a match may begin in it. Knows text only.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class _Pattern:
         self.matched = 0
         self.shorter = _borders(text)
 
-    def feed(self, text: str) -> int:
-        """Index behind the first completed match in `text`, or 0."""
+    def feed(self, text: str, *, counts: bool) -> int:
+        """Index behind the first completed match in `text`, or 0, also where none counts."""
         pattern, shorter, matched = self.text, self.shorter, self.matched
         if not matched and self.first not in text:
             return 0
@@ -37,7 +38,9 @@ class _Pattern:
             if char == pattern[matched]:
                 matched += 1
                 if matched == len(pattern):
-                    return index + 1
+                    if counts:
+                        return index + 1
+                    matched = shorter[matched - 1]
         self.matched = matched
         return 0
 
@@ -64,11 +67,14 @@ class StopMatcher:
         self._include = include  # put out the stop string itself
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that may go out now, and whether a stop string ended the stream."""
+    def feed(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
+        """The text that may go out now, and whether a stop string ended the stream.
+
+        One that would end in a text that does not count is none.
+        """
         if not text:
             return "", False
-        match = self._first_match(text)
+        match = self._first_match(text, counts=counts)
         joined = self._held + text
         if match is not None:
             cut = len(self._held) + (match.end if self._include else match.start)
@@ -84,10 +90,10 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> Match | None:
+    def _first_match(self, text: str, *, counts: bool) -> Match | None:
         best: Match | None = None
         for pattern in self._patterns:
-            end = pattern.feed(text)
+            end = pattern.feed(text, counts=counts)
             if not end:
                 continue
             match = Match(end - len(pattern.text), end)

@@ -1,6 +1,7 @@
 """Choices turn ids into text over an engine that only records."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,56 @@ def test_text_and_usage_do_not_depend_on_how_emits_are_merged(
     assert single[3] == len(single[1])
     if not stops:
         assert single[0] == TOKENIZER.decode(ids)
+
+
+def ended(ids: list[int], stops: list[str], min_tokens: int) -> tuple[str, str, int]:
+    """Text, reason and tokens, by the rule that a stop string ends in a token behind min_tokens."""
+    detokenizer = VOCABULARY.detokenizer([7, 8], skip_special=True, is_start=False)
+    pieces = [detokenizer.feed(token_id) for token_id in ids]
+    pieces[-1] += detokenizer.flush()
+    text = "".join(pieces)
+    for end in range(len("".join(pieces[:min_tokens])) + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            lengths = itertools.accumulate(map(len, pieces))
+            num_tokens = next(count for count, length in enumerate(lengths, 1) if length >= end)
+            return text[: end - max(map(len, found))], "stop", num_tokens
+    return text, "length", len(ids)
+
+
+LETTERS = [ids[0] for ids in map(ids_of, "abcabc한é") if len(ids) == 1] + ids_of("한é")
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.sampled_from(LETTERS), min_size=1, max_size=20),
+    st.integers(0, 20),
+    st.integers(0, 22),
+    st.lists(st.text("abc한é\ufffd", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_stop_strings_count_behind_min_tokens_also_where_a_client_goes_on(
+    ids: list[int], num_held: int, min_tokens: int, stops: list[str]
+) -> None:
+    expected = ended(ids, stops, min_tokens)
+    num_held = min(num_held, expected[2] - 1)
+    texts: list[str] = []
+
+    def check(held: list[int]) -> None:
+        async def test(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+            generation.start(lambda _, delta: deltas.append(delta), held)
+            (choice,) = generation.choices
+            choice.on_tokens(ids[len(held) :], LENGTH, 0, None)
+            assert (choice.finish_reason, choice.num_output_tokens) == expected[1:]
+            texts.append("".join(delta.text for delta in deltas))
+
+        sampling = SamplingParams(max_tokens=50, min_tokens=min_tokens)
+        rules = TextRules(stops, include_stop=False, skip_special=True)
+        run(test, sampling=sampling, rules=rules)
+
+    check([])
+    check(ids[:num_held])
+    assert texts[0] == expected[0]
+    assert texts[0].endswith(texts[1])
 
 
 def test_choices_end_singly_and_the_generation_with_the_last() -> None:

@@ -14,7 +14,9 @@ LETTERS, SIGNS = "ABCDEFGHIJ", "a👩\u200d👧b한 the end"
 Answer = tuple[str, str, int]  # text, reason, output tokens
 
 
-def right(text: str, stops: list[str], num_tokens: int, *, include: bool) -> Answer:
+def right(
+    text: str, stops: list[str], num_tokens: int, *, include: bool, min_tokens: int = 0
+) -> Answer:
     """What the first `num_tokens` of a text and its end amount to, found the obvious way."""
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     is_cut = num_tokens <= len(ids)
@@ -22,7 +24,8 @@ def right(text: str, stops: list[str], num_tokens: int, *, include: bool) -> Ans
         so_far = TOKENIZER.decode(ids[:count])
         if count < num_tokens:  # the last one is flushed: what is no character then is U+FFFD
             so_far = so_far.rstrip("\ufffd")
-        for end in range(1, len(so_far) + 1):
+        num_uncounted = len(TOKENIZER.decode(ids[: min(count, min_tokens)]).rstrip("\ufffd"))
+        for end in range(num_uncounted + 1, len(so_far) + 1):
             ended = [stop for stop in stops if so_far[:end].endswith(stop)]
             if ended:
                 start = end if include else end - max(map(len, ended))
@@ -55,13 +58,16 @@ def answers(frontend: FrontendProcess, body: dict[str, Any]) -> dict[str, Answer
     return found
 
 
-def check(frontend: FrontendProcess, text: str, stops: list[str], num_tokens: int) -> None:
+def check(
+    frontend: FrontendProcess, text: str, stops: list[str], num_tokens: int, min_tokens: int = 0
+) -> None:
     core = frontend.core
     assert core is not None
     core.script = TOKENIZER.encode(text, add_special_tokens=False).ids
     for include in (False, True):
         body = {"stop": stops, "max_tokens": num_tokens, "include_stop_str_in_output": include}
-        expected = right(text, stops, num_tokens, include=include)
+        body |= {"min_tokens": min_tokens} if min_tokens else {}
+        expected = right(text, stops, num_tokens, include=include, min_tokens=min_tokens)
         got = answers(frontend, body)
         assert got == dict.fromkeys(got, expected), (stops, num_tokens, include)
 
@@ -101,3 +107,21 @@ def test_a_stop_around_the_last_token_of_all(shared: FrontendProcess, num_tokens
 @pytest.mark.parametrize("num_tokens", range(1, 1 + len(TOKENIZER.encode(SIGNS).ids)))
 def test_a_character_cut_by_the_last_token(shared: FrontendProcess, num_tokens: int) -> None:
     check(shared, SIGNS, ["👧b", "한 "], num_tokens)
+
+
+@pytest.mark.parametrize("min_tokens", range(8))
+@pytest.mark.parametrize("stops", [[","], ["ab,"], ["a", ",b,"], [",ab,ab,ab,"]], ids=str)
+def test_no_stop_string_ends_the_text_before_min_tokens(
+    shared: FrontendProcess, stops: list[str], min_tokens: int
+) -> None:
+    check(shared, "a,b,ab,ab,ab,ab", stops, 12, min_tokens)
+
+
+def test_a_stop_string_may_begin_before_min_tokens(shared: FrontendProcess) -> None:
+    num_tokens = len(TOKENIZER.encode("ABC", add_special_tokens=False).ids)
+    check(shared, LETTERS, ["BCDEF"], 12, num_tokens)
+    assert right(LETTERS, ["BCDEF"], 12, include=False, min_tokens=num_tokens)[:2] == ("A", "stop")
+
+
+def test_a_text_as_short_as_min_tokens_has_no_stop_string(shared: FrontendProcess) -> None:
+    check(shared, SIGNS, ["👧b"], 6, 6)
