@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from nvserve.frontend.detokenizer import Vocabulary
+from nvserve.frontend.detokenizer import Detokenizer, Vocabulary
 from nvserve.frontend.engine import EmitExtras, Engine
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.grammars import Grammar, broken_grammar, named_by_client
@@ -104,10 +104,15 @@ class Choice:
         self.entry: Entry | None = None
         self.finish_reason: str | None = None
         self.scores: Final = PromptScores(prompt) if sampling.prompt_logprobs >= 0 else None
-        vocabulary = generation.vocabulary
-        self.detokenizer: Final = vocabulary.detokenizer(
+        self.detokenizer: Final = self.new_detokenizer()
+
+    def new_detokenizer(self) -> Detokenizer:
+        """One that stands where the output begins."""
+        plan, vocabulary = self._generation.plan, self._generation.vocabulary
+        prompt = plan.prompts[self.index // plan.num_choices]
+        return vocabulary.detokenizer(
             prompt,
-            skip_special=rules.skip_special,
+            skip_special=plan.rules.skip_special,
             is_start=vocabulary.special_ids.issuperset(prompt),
         )
 

@@ -6,21 +6,19 @@ the chunks that carry more are built piece by piece. Knows formats only; sends n
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.detokenizer import Vocabulary
 from nvserve.frontend.generation import Choice, Delta, Generation
-from nvserve.protocol.client_messages import TokenLogprob
+from nvserve.frontend.logprob_form import Document, LogprobForm
 
-MIN_LOGPROB: Final = -9999.0  # JSON has no infinity
 DONE: Final = b"data: [DONE]\n\n"
 
 _encode: Final = msgspec.json.Encoder().encode
-Document = dict[str, Any]
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -102,7 +100,7 @@ class Chunks:
             body |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
         logprobs = None
         if echoed and choice.scores is not None:
-            logprobs = self._logprobs.prompt_columns(choice, prompt_ids)
+            logprobs = self._logprobs.prompt_columns(choice, prompt_ids, echoed)
         return self._event(choice, body, logprobs, None)
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
@@ -215,7 +213,7 @@ def whole_response(
         prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
         logprobs = None
         if joined.logprobs is not None:
-            before = form.prompt_columns(choice, prompt) if echoed else {}
+            before = form.prompt_columns(choice, prompt, echoed[choice.index]) if echoed else {}
             after = form.form(choice, joined.logprobs)
             logprobs = {name: before.get(name, []) + column for name, column in after.items()}
         content |= {"logprobs": logprobs, "finish_reason": reason}
@@ -243,104 +241,3 @@ def usage_of(generation: Generation) -> Document:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
     }
-
-
-# -- logprobs --------------------------------------------------------------------------------------
-
-
-class LogprobForm:
-    """Logprobs in the endpoint's form; keeps each choice's text offset between chunks."""
-
-    def __init__(self, vocabulary: Vocabulary, *, is_chat: bool) -> None:
-        self._vocabulary: Final = vocabulary
-        self._is_chat: Final = is_chat
-        self._offsets: dict[int, int] = {}
-
-    def form(self, choice: Choice, logprobs: Iterable[TokenLogprob]) -> Document:
-        """The document of some consecutive tokens."""
-        if self._is_chat:
-            return {"content": [self._chat_entry(entry) for entry in logprobs]}
-        return self._columns(choice, logprobs)
-
-    def prompt_columns(self, choice: Choice, prompt: Sequence[int]) -> Document:
-        """The columns of an echoed prompt, whose first token has nothing before it."""
-        assert choice.scores is not None, "an echo with logprobs has scores"
-        columns = self._columns(choice, choice.scores.entries, first_token=prompt[0])
-        columns["token_logprobs"].insert(0, None)
-        columns["top_logprobs"].insert(0, None)
-        return columns
-
-    def prompt_dicts(self, choice: Choice) -> list[Document | None]:
-        """By prompt token, its own logprob and the best ones, by token id; null for the first."""
-        assert choice.scores is not None, "only for requests with prompt_logprobs"
-        return [None, *map(self._by_id, choice.scores.entries)]
-
-    def _by_id(self, entry: TokenLogprob) -> Document:
-        named: Document = {}
-        for rank, (token_id, logprob) in enumerate(
-            zip(entry.top_ids, entry.top_logprobs, strict=True), 1
-        ):
-            named[str(token_id)] = self._ranked(token_id, logprob, rank)
-        named.setdefault(str(entry.token_id), self._ranked(entry.token_id, entry.logprob, None))
-        return named
-
-    def _ranked(self, token_id: int, logprob: float, rank: int | None) -> Document:
-        return {
-            "logprob": max(logprob, MIN_LOGPROB),
-            "rank": rank,  # null: behind those that were asked for
-            "decoded_token": self._text(token_id),
-        }
-
-    def _chat_entry(self, entry: TokenLogprob) -> Document:
-        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._named(entry.token_id, entry.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in tops],
-        }
-
-    def _named(self, token_id: int, logprob: float) -> Document:
-        piece = self._vocabulary.token_bytes(token_id)
-        return {
-            "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": list(piece),
-        }
-
-    def _columns(
-        self, choice: Choice, logprobs: Iterable[TokenLogprob], first_token: int | None = None
-    ) -> Document:
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        offset = self._offsets.get(choice.index, 0)
-        if first_token is not None:
-            tokens.append(self._text(first_token))
-            offsets.append(offset)
-            offset += len(tokens[0])
-        for entry in logprobs:
-            token = self._text(entry.token_id)
-            tokens.append(token)
-            values.append(max(entry.logprob, MIN_LOGPROB))
-            tops.append(self._top_dict(entry))
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[choice.index] = offset
-        return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-    def _top_dict(self, entry: TokenLogprob) -> dict[str, float] | None:
-        if not entry.top_ids:
-            return None
-        named: dict[str, float] = {}
-        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            named.setdefault(self._text(token_id), max(logprob, MIN_LOGPROB))  # best one first
-        named.setdefault(self._text(entry.token_id), max(entry.logprob, MIN_LOGPROB))
-        return named
-
-    def _text(self, token_id: int) -> str:
-        return self._vocabulary.token_bytes(token_id).decode("utf-8", "replace")

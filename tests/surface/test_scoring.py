@@ -107,6 +107,32 @@ def test_a_streamed_echo_carries_the_same_logprobs(asker: Asker) -> None:
         )
 
 
+@pytest.mark.parametrize("prompt", ["To be", "a한글😀é…z", "<|user|>Hi 한<|end|><|assistant|>x"])
+def test_an_echos_offsets_are_places_in_its_text(
+    asker: Asker, tokenizer: Tokenizer, prompt: str
+) -> None:
+    ids = tokenizer.encode(prompt).ids
+    num_added = len(ids) - len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+    assert num_added == 1, "the first token is no part of the text"
+    body = {"echo": True, "max_tokens": 3, "logprobs": 0, "temperature": 0, "ignore_eos": True}
+    [choice] = asker.complete(prompt=prompt, return_token_ids=True, **body)["choices"]
+    text, offsets = choice["text"], choice["logprobs"]["text_offset"]
+    assert text.startswith(prompt)
+    assert len(offsets) == len(ids) + 3
+    assert offsets[0] == offsets[1] == 0
+    for count, offset in enumerate(offsets[1 : len(ids)]):
+        before = tokenizer.decode(ids[1 : count + 1], skip_special_tokens=False)
+        assert text[:offset] == before.rstrip("\ufffd")
+    for count, offset in enumerate(offsets[len(ids) :]):
+        output = tokenizer.decode(choice["token_ids"][:count]).rstrip("\ufffd")
+        assert text[:offset] == prompt + output
+    if "<" in prompt:
+        return  # as ids the special tokens are no text
+    [by_ids] = asker.complete(prompt=ids, **body)["choices"]
+    assert by_ids["text"] == text
+    assert by_ids["logprobs"]["text_offset"] == offsets
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_output_logprobs(asker: Asker, model: Any, is_chat: bool) -> None:
     body: dict[str, Any] = {"max_tokens": 8, "temperature": 0.7, "seed": 5, "ignore_eos": True}

@@ -1,0 +1,66 @@
+"""Where a completion's tokens lie in its text, whole and streamed: characters of several tokens."""
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from api.frontend_process import DEMO_MODEL, MODEL_NAME, FrontendProcess
+from tokenizers import Tokenizer
+
+TOKENIZER = Tokenizer.from_file(f"{DEMO_MODEL}/tokenizer.json")
+TEXT = "a한글😀日本é…z"
+
+
+@pytest.fixture
+def client(shared: FrontendProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{shared.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+def offsets_of(ids: list[int], *, skip_special: bool = True) -> list[int]:
+    """What the text before each token is long, by the tokenizer itself."""
+    texts = [
+        TOKENIZER.decode(ids[:count], skip_special_tokens=skip_special) for count in range(len(ids))
+    ]
+    return [len(text.rstrip("\ufffd")) for text in texts]
+
+
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_offsets_count_the_texts_characters(
+    shared: FrontendProcess, client: openai.OpenAI, skip_special: bool
+) -> None:
+    assert shared.core is not None
+    ids = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
+    shared.core.script = ids = [*ids[:4], 2, *ids[4:], 3, ids[-1]]
+    more = {"skip_special_tokens": skip_special}
+    whole = client.completions.create(
+        model=MODEL_NAME, prompt="x", max_tokens=len(ids), logprobs=0, extra_body=more
+    )
+    columns = whole.choices[0].logprobs
+    assert columns is not None
+    assert columns.text_offset == offsets_of(ids, skip_special=skip_special)
+    assert whole.choices[0].text[columns.text_offset[-1] :] == "z"
+    streamed: list[int] = []
+    for chunk in client.completions.create(
+        model=MODEL_NAME, prompt="x", max_tokens=len(ids), logprobs=0, extra_body=more, stream=True
+    ):
+        assert chunk.choices[0].logprobs is not None
+        streamed += chunk.choices[0].logprobs.text_offset or []
+    assert streamed == columns.text_offset
+
+
+def test_offsets_begin_behind_a_character_that_the_prompt_left_unfinished(
+    shared: FrontendProcess,
+) -> None:
+    assert shared.core is not None
+    first, *rest = TOKENIZER.encode("한", add_special_tokens=False).ids
+    assert rest
+    shared.core.script = [*rest, *TOKENIZER.encode("z", add_special_tokens=False).ids]
+    body = {"prompt": [first], "max_tokens": len(rest) + 1, "logprobs": 0}
+    status, answer = shared.post("/v1/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == "한z", json.dumps(answer)
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0] * len(rest) + [1]
