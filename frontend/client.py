@@ -6,7 +6,7 @@
 
 When the server (or the connection) is replaced, open requests are submitted again with the ids they
 hold and go on without a repeated or missing token. No wait is without a limit. A client is not
-shared between threads.
+shared between threads: the second one to use it at a time gets a RuntimeError.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ import zmq.asyncio
 
 from nvserve.frontend.client_link import Link
 from nvserve.frontend.client_session import Piece, Request, Result, Session
+from nvserve.frontend.client_submit import open_request, resubmit_frames
+from nvserve.frontend.one_thread import OneThread
 from nvserve.protocol.client_messages import (
     CLIENT_PROTOCOL,
-    ClientParams,
     Hello,
-    ToServer,
     decode_to_client,
     encode_client,
 )
@@ -32,15 +32,11 @@ from nvserve.protocol.client_messages import (
 CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
 TICK_S: Final = 0.1  # between looks at the clock while waiting
 MAX_FRAMES_AT_ONCE: Final = 256  # then the caller gets its pieces and its clock is looked at
+CLOSED: Final = "this client is closed"
 
 
 class ServerGone(ConnectionError):
     """No server answered within the limit, or it has ended for good."""
-
-
-def _params(fields: dict[str, Any]) -> ClientParams:
-    """Keyword arguments as parameters; TypeError for a name there is none of."""
-    return ClientParams(**fields)
 
 
 class Client:
@@ -64,6 +60,7 @@ class Client:
         self._has_ended: Final = has_ended
         self._context: Final = zmq.Context()
         self._session: Final = Session()
+        self._thread: Final = OneThread("this client")
         self._link: Link | None = None
         self._lost_since = time.monotonic()
 
@@ -74,12 +71,18 @@ class Client:
     ) -> Request:
         """Send a request; read it with `pieces` or `result`. Returns without waiting.
 
-        With `emitted` (and the seed it had) a request of an earlier client goes on.
+        With `emitted` (and the seed it had) a request of an earlier client goes on. What cannot be
+        sent is a TypeError or ValueError by name, or a RequestError when it is too large.
         """
-        self._connect()
-        request = self._session.open(prompt, _params(params), emitted)
-        self._note_request()
-        self._send(request.submit)
+        with self._thread:
+            self._connect()
+            request, frame = open_request(self._session, prompt, emitted, params)
+            self._note_request()
+            try:
+                self._send(frame)
+            except BaseException:
+                self._session.close(request)
+                raise
         return request
 
     def pieces(self, request: Request, limit_s: float = 600.0) -> Iterator[Piece]:
@@ -116,18 +119,20 @@ class Client:
 
     def abort(self, request: Request) -> None:
         """End a request; harmless when it is over."""
-        message = self._session.close(request)
-        if message is not None and self._link is not None:
-            self._send(message)
+        with self._thread:
+            message = self._session.close(request)
+            if message is not None and self._link is not None:
+                self._send(encode_client(message))
 
     # -- connection ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave; the server aborts what is open."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        self._context.destroy(linger=0)
+        with self._thread:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +147,8 @@ class Client:
 
     def _connect(self) -> None:
         """Have a connection that was welcomed."""
+        if self._context.closed:
+            raise RuntimeError(CLOSED)
         if self._link is None:
             self._lost_since = time.monotonic()
             self._relink()
@@ -160,13 +167,23 @@ class Client:
         self._link = Link(self._context, self._endpoint, self._hello)
         self._link.socket.send(self._link.hello)
 
-    def _send(self, message: ToServer) -> None:
+    def _send(self, frame: bytes) -> None:
         assert self._link is not None, "requests follow a connection"
-        if self._link.is_welcome:  # otherwise the Welcome brings everything open
-            self._link.socket.send(encode_client(message))
+        if not self._link.is_welcome:  # the Welcome brings everything open
+            return
+        try:
+            self._link.socket.send(frame)
+        except zmq.Again as error:
+            raise TimeoutError("the server takes no messages") from error
 
     def _pump(self, deadline: float) -> None:
         """Wait a moment for messages and apply them; replace a lost connection."""
+        with self._thread:
+            self._pump_alone(deadline)
+
+    def _pump_alone(self, deadline: float) -> None:
+        if self._context.closed:
+            raise RuntimeError(CLOSED)
         link = self._link
         assert link is not None, "requests follow a connection"
         if time.monotonic() > deadline:
@@ -195,8 +212,8 @@ class Client:
             self._session.take(decode_to_client(frame))
             if self._session.welcome is not None and not link.is_welcome:
                 link.is_welcome = True
-                for submit in self._session.resubmit():
-                    self._send(submit)
+                for resubmitted in resubmit_frames(self._session):
+                    self._send(resubmitted)
 
     def _check_lost_time(self) -> None:
         lost_s = time.monotonic() - self._lost_since
@@ -224,13 +241,18 @@ class AsyncClient:
     async def submit(
         self, prompt: str | Sequence[int], *, emitted: Sequence[int] = (), **params: Any
     ) -> Request:
-        """Send a request; read it with `pieces` or `result`."""
+        """Send a request; read it with `pieces` or `result`. Errors are those of Client.submit."""
         await self._connect()
-        request = self._session.open(prompt, _params(params), emitted)
+        request, frame = open_request(self._session, prompt, emitted, params)
         self._news[request.submit.id] = asyncio.Event()
         if self._link is not None and len(self._session.requests) == 1:
             self._link.heard = time.monotonic()  # an idle server sends no beats
-        await self._send(request.submit)
+        try:
+            await self._send(frame)
+        except BaseException:  # a cancelled task among them
+            self._session.close(request)
+            del self._news[request.submit.id]
+            raise
         return request
 
     async def pieces(self, request: Request, limit_s: float = 600.0) -> AsyncIterator[Piece]:
@@ -277,12 +299,13 @@ class AsyncClient:
         self._news.pop(request.submit.id, None)
         message = self._session.close(request)
         if message is not None and self._link is not None:
-            await self._send(message)
+            await self._send(encode_client(message))
 
     # -- connection ------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Leave; the server aborts what is open."""
+        self._failure = self._failure or RuntimeError(CLOSED)
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -300,7 +323,7 @@ class AsyncClient:
         await self.close()
 
     async def _connect(self) -> None:
-        if self._reader is None:
+        if self._reader is None and self._failure is None:
             self._reader = asyncio.create_task(self._read())
         async with asyncio.timeout(self._connect_limit_s):
             while self._failure is None and self._session.welcome is None:
@@ -309,10 +332,14 @@ class AsyncClient:
         if self._failure is not None:
             raise self._failure
 
-    async def _send(self, message: ToServer) -> None:
+    async def _send(self, frame: bytes) -> None:
         link = self._link
-        if link is not None and link.is_welcome:
-            await link.socket.send(encode_client(message))
+        if link is None or not link.is_welcome:  # the Welcome brings everything open
+            return
+        try:
+            await link.socket.send(frame)
+        except zmq.Again as error:
+            raise TimeoutError("the server takes no messages") from error
 
     async def _read(self) -> None:
         """One connection after another, until none can be had or the server refuses us."""
@@ -356,9 +383,9 @@ class AsyncClient:
             self._news[request.submit.id].set()
         if self._session.welcome is not None and not link.is_welcome:
             link.is_welcome = True
-            for submit in self._session.resubmit():
-                await self._send(submit)
-            self._welcome.set()
+            for resubmitted in resubmit_frames(self._session):
+                await self._send(resubmitted)
+            self._wake_all()  # a request may have ended here
 
     def _wake_all(self) -> None:
         self._welcome.set()
