@@ -12,13 +12,15 @@ an answer survives the death of a worker as any request does.
 
 import os
 import secrets
+import threading
 import time
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex, TypeGuard
+from typing import Any, Final, Self
 
 import msgspec
 from tokenizers import Tokenizer
@@ -29,10 +31,9 @@ from nvserve.frontend.params import derive_seed
 from nvserve.protocol.client_messages import ClientParams, TokenLogprob
 from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
 from nvserve.scripts.model_facts import DEMO_MODEL
+from nvserve.scripts.prompts import Prompt, check_prompts
 
 MAX_OPEN: Final = 1000  # requests at the server at once; below what one connection may have open
-
-Prompt = str | Sequence[int]
 
 
 class SamplingParams(ClientParams, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -137,6 +138,7 @@ class LLM:
             has_ended=lambda: not launch.is_running,
         )
         self._tokenizer: Tokenizer | None = None
+        self._turn: Final = threading.RLock()  # held by the thread whose call uses the client
 
     # -- generating ------------------------------------------------------------------------------
 
@@ -152,20 +154,21 @@ class LLM:
         All requests are sent at once and batched by the scheduler. `params` is for all prompts or
         one for each. What is no prompt, or an empty one, is a TypeError or ValueError. The first
         error of a request ends all others and is raised: RequestError for a refused one,
-        LaunchFailed when the engine is gone, TimeoutError after `limit_s`.
+        LaunchFailed when the engine is gone, TimeoutError after `limit_s`. Another thread's call
+        begins when this one has ended.
         """
-        if not self._finalizer.alive:
-            raise LaunchFailed("this LLM is closed")
-        if not self._launch.is_running:  # a full send queue would hide it for a while
-            raise LaunchFailed(self._launch.last_words())
-        asked = _as_list(prompts)
-        for number, prompt in enumerate(asked):
-            if not len(prompt):
-                raise ValueError(f"prompt {number} is empty")
+        deadline_s = time.monotonic() + limit_s
+        asked = check_prompts(prompts)
         chosen = _params_for(params, len(asked))
-        encoded = self._encode_all(asked)
         submits = [(number, choice) for number, one in enumerate(chosen) for choice in range(one.n)]
-        requests = self._run(submits, encoded, chosen, limit_s)
+        if not self._turn.acquire(timeout=min(max(0.0, limit_s), threading.TIMEOUT_MAX)):
+            raise TimeoutError("another thread's call took all of the limit")
+        try:
+            self._check_running()
+            encoded = self._encode_all(asked)
+            requests = self._run(submits, encoded, chosen, deadline_s)
+        finally:
+            self._turn.release()
         answers: list[list[Request]] = [[] for _ in asked]
         for (number, _), request in zip(submits, requests, strict=True):
             answers[number].append(request)
@@ -176,24 +179,30 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as a prompt has them, BOS included where the model wants one."""
-        return self._encode_all([text])[0]
+        return self._encode_all([text])[0].tolist()
 
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [_checked(p, number) for number, p in enumerate(prompts) if isinstance(p, str)]
+    def _check_running(self) -> None:
+        if not self._finalizer.alive:
+            raise LaunchFailed("this LLM is closed")
+        if not self._launch.is_running:  # a full send queue would hide it for a while
+            raise LaunchFailed(self._launch.last_words())
+
+    def _encode_all(self, prompts: "Sequence[str | array[int]]") -> "list[array[int]]":
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self._tokenizer is None:
             tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
             tokenizer.no_padding()
             tokenizer.no_truncation()
             self._tokenizer = tokenizer
         found = iter(self._tokenizer.encode_batch_fast(texts) if self._tokenizer else ())
-        return [next(found).ids if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+        return [array("i", next(found).ids) if isinstance(p, str) else p for p in prompts]
 
     def _run(
         self,
         submits: Sequence[tuple[int, int]],
-        encoded: Sequence[list[int]],
+        encoded: "Sequence[array[int]]",
         chosen: Sequence[SamplingParams],
-        limit_s: float,
+        deadline_s: float,
     ) -> list[Request]:
         """Send (prompt number, choice) pairs, at most MAX_OPEN open at once; all finished."""
         requests: list[Request] = []
@@ -208,7 +217,6 @@ class LLM:
                 requests.append(self.client.submit(encoded[number], **fields))
                 open_requests.append(requests[-1])
 
-        deadline_s = time.monotonic() + limit_s
         try:
             for place in range(len(submits)):
                 fill()
@@ -226,9 +234,14 @@ class LLM:
 
     def close(self) -> None:
         """Stop the processes and wait until they are gone; harmless when repeated."""
-        if self._finalizer.alive:
+        if not self._turn.acquire(blocking=False):  # by another thread: this ends its call
+            self._finalizer()
+            self._turn.acquire()
+        try:
             self.client.close()
-        self._finalizer()
+        finally:
+            self._finalizer()
+            self._turn.release()
 
     def __enter__(self) -> Self:
         return self
@@ -242,44 +255,6 @@ class LLM:
         self.close()
 
 
-def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list of prompts; TypeError for anything else."""
-    if isinstance(prompts, str | bytes | bytearray | memoryview):
-        prompts = [prompts]  # bytes are refused below
-    if prompts and all(isinstance(item, SupportsIndex) for item in prompts):
-        return [[int(item) for item in prompts if isinstance(item, SupportsIndex)]]
-    listed: list[Prompt] = []
-    for number, prompt in enumerate(prompts):
-        if not _is_prompt(prompt):
-            raise TypeError(
-                f"prompt {number} is neither a string nor a list of token ids, "
-                f"but {type(prompt).__name__}: {prompt!r:.60}"
-            )
-        listed.append(prompt)
-    return listed
-
-
-def _is_prompt(prompt: object) -> TypeGuard[Prompt]:
-    """Bytes are none, although they are a sequence of numbers: they would be taken for ids."""
-    if isinstance(prompt, bytes | bytearray | memoryview):
-        return False
-    return isinstance(prompt, str) or (
-        isinstance(prompt, Sequence) and all(isinstance(item, SupportsIndex) for item in prompt)
-    )
-
-
-def _checked(text: str, number: int) -> str:
-    """The text of a prompt; ValueError when it holds half a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(
-            f"prompt {number} is not valid Unicode: a lone {half!r} at character {error.start}"
-        ) from error
-    return text
-
-
 def _params_for(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
@@ -289,9 +264,19 @@ def _params_for(
     if len(chosen) != num_prompts:
         raise ValueError(f"{len(chosen)} sampling parameters for {num_prompts} prompts")
     for one in chosen:
+        _check_integer("n", one.n)
         if one.n < 1:
             raise ValueError(f"n must be at least 1, not {one.n}")
+        if one.seed is not None:
+            _check_integer("seed", one.seed)
+            if not -(2**63) <= one.seed < 2**63:  # as over HTTP
+                raise ValueError(f"seed must fit in 64 bits, signed, not {one.seed}")
     return chosen
+
+
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}: {value!r:.60}")
 
 
 def _fields(params: SamplingParams, choice: int) -> dict[str, Any]:
@@ -303,11 +288,13 @@ def _fields(params: SamplingParams, choice: int) -> dict[str, Any]:
     return fields
 
 
-def _generated(prompt: Prompt, ids: list[int], requests: Sequence[Request]) -> Generated:
+def _generated(
+    prompt: "str | array[int]", ids: "array[int]", requests: Sequence[Request]
+) -> Generated:
     results = [request.result() for request in requests]
     return Generated(
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=ids,
+        prompt_token_ids=ids.tolist(),
         outputs=[
             Completion(
                 index=index,

@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,29 +68,6 @@ def test_an_unknown_name_is_no_attribute_of_the_package() -> None:
         _ = nvserve.LLMM
 
 
-def test_every_form_of_prompts_becomes_a_list_of_prompts() -> None:
-    assert llm_module._as_list("text") == ["text"]
-    assert llm_module._as_list([1, 2]) == [[1, 2]]
-    assert llm_module._as_list(["a", "b"]) == ["a", "b"]
-    assert llm_module._as_list([[1, 2], [3]]) == [[1, 2], [3]]
-    mixed: list[str | list[int]] = ["a", [3]]
-    assert llm_module._as_list(mixed) == mixed
-    assert llm_module._as_list([]) == []
-
-
-@pytest.mark.parametrize(
-    "prompts", [[1, "a"], [1.5], [["a"]], [None], b"abc", bytearray(b"abc"), memoryview(b"abc")]
-)
-def test_what_is_no_prompt_is_refused(prompts: list[object]) -> None:
-    with pytest.raises(TypeError, match="neither a string nor a list of token ids"):
-        llm_module._as_list(prompts)  # type: ignore[arg-type]
-
-
-def test_bytes_are_no_token_ids_and_the_error_names_them() -> None:
-    with pytest.raises(TypeError, match=r"prompt 1 is neither .* but bytes: b'abc'"):
-        llm_module._as_list(["fine", b"abc"])  # type: ignore[arg-type]
-
-
 def test_sampling_parameters_are_for_all_or_one_for_each() -> None:
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
     assert llm_module._params_for(params, 2) == params
@@ -105,6 +84,31 @@ def test_choices_get_different_seeds_and_the_server_never_sees_n() -> None:
     assert fields[0]["seed"] == 7 != fields[1]["seed"]
     assert "n" not in fields[0]
     assert llm_module._fields(SamplingParams(), 1)["seed"] is None
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "text"),
+    [
+        ({"seed": 2**63}, ValueError, "seed must fit in 64 bits"),
+        ({"seed": 2**64}, ValueError, "seed must fit in 64 bits"),
+        ({"seed": -(2**63) - 1}, ValueError, "seed must fit in 64 bits"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer, not float: 1.5"),
+        ({"seed": "1"}, TypeError, "seed must be an integer, not str: '1'"),
+        ({"n": 1.5}, TypeError, "n must be an integer, not float: 1.5"),
+        ({"n": "2"}, TypeError, "n must be an integer, not str: '2'"),
+        ({"n": None}, TypeError, "n must be an integer, not NoneType"),
+    ],
+)
+def test_a_seed_or_count_that_is_none_is_refused_and_never_folded(
+    params: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        llm_module._params_for([SamplingParams(), SamplingParams(**params)], 2)
+
+
+def test_every_seed_of_64_bits_is_taken() -> None:
+    for seed in (-(2**63), -1, 0, 2**63 - 1):
+        assert llm_module._params_for(SamplingParams(seed=seed), 1)[0].seed == seed
 
 
 def test_a_parameter_of_an_unknown_name_is_a_type_error() -> None:
@@ -221,6 +225,91 @@ def test_an_empty_prompt_is_refused_by_its_index_as_over_http(llm: LLM) -> None:
 def test_half_a_surrogate_pair_is_refused_by_its_index(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 is not valid Unicode: .*ud800.* character 3"):
         llm.generate(["fine", "bad\ud800"])
+
+
+def test_hundreds_of_long_prompts_are_on_their_way_at_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnTheWay(Exception):
+        pass
+
+    def submit(*prompt: Any, **params: Any) -> Request:
+        raise OnTheWay
+
+    monkeypatch.setattr(llm.client, "submit", submit)
+    prompts = [list(range(600)) for _ in range(256)]
+    seconds = []
+    for _ in range(3):
+        begun_s = time.process_time()
+        with pytest.raises(OnTheWay):
+            llm.generate(prompts)
+        seconds.append(time.process_time() - begun_s)
+    assert min(seconds) < 0.1, "of work for each id before the first request is sent"
+
+
+def test_arguments_that_cannot_be_sent_leave_nothing_behind(llm: LLM) -> None:
+    for params in (SamplingParams(stop="\ud800"), SamplingParams(bad_words=["\ud800"])):
+        with pytest.raises(ValueError, match=r"^(stop|bad_words) cannot be sent"):
+            llm.generate(["fine", "To be"], [SamplingParams(), params])
+        assert not llm.client._session.requests
+    with pytest.raises(RequestError, match="prompt: the request has"):
+        llm.generate([5] * 4_300_000, limit_s=WAIT_S)
+    with pytest.raises(ValueError, match="prompt 1 holds a token id"):
+        llm.generate([[5], [2**31]])
+    with pytest.raises(TypeError, match="not generator"):
+        llm.generate(one for one in ("first", "second"))  # type: ignore[arg-type]
+    assert llm.generate("fine", SamplingParams(max_tokens=1))
+
+
+def test_calls_of_several_threads_are_answered_one_after_the_other(llm: LLM) -> None:
+    def ask(number: int) -> list[list[int]]:
+        prompts = [[5 + number, place] for place in range(20)]
+        answers = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        assert [answer.prompt_token_ids for answer in answers] == prompts
+        return [answer.outputs[0].token_ids for answer in answers]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4), timeout=WAIT_S))
+    assert {len(ids) for answer in answers for ids in answer} == {20}
+
+
+def test_a_call_that_waits_for_another_threads_keeps_its_limit(llm: LLM) -> None:
+    has_begun = threading.Event()
+
+    def ask() -> None:
+        with llm._turn:
+            has_begun.set()
+            assert may_end.wait(WAIT_S)
+
+    may_end = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask)
+        assert has_begun.wait(WAIT_S)
+        try:
+            with pytest.raises(TimeoutError, match="another thread"):
+                llm.generate("To be", limit_s=0.05)
+        finally:
+            may_end.set()
+        other.result(WAIT_S)
+
+
+def test_closing_while_another_thread_waits_for_answers_ends_its_call() -> None:
+    with start("sim") as engine, ThreadPoolExecutor(1) as pool:
+        submit = engine.client.submit
+        has_begun = threading.Event()
+
+        def submit_and_tell(*prompt: Any, **params: Any) -> Request:
+            request = submit(*prompt, **params)
+            has_begun.set()
+            return request
+
+        engine.client.submit = submit_and_tell  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        call = pool.submit(engine.generate, [[5]] * 3000, params)
+        assert has_begun.wait(WAIT_S)
+        engine.close()
+        with pytest.raises(LaunchFailed):
+            call.result(WAIT_S)
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:
