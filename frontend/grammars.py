@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from nvserve.frontend.errors import ApiError, invalid
-from nvserve.frontend.schema import Body
+from nvserve.frontend.schema import FORMATS, Body
 from nvserve.protocol.client_messages import SamplingFields, StructuredOutputs
 from nvserve.protocol.grammars import BadGrammar, check_depth, check_size
 
@@ -42,6 +42,8 @@ def json_grammar(param: str, schema: Any) -> Grammar:
         check_size(text)
     except BadGrammar as error:
         raise invalid(param, str(error)) from error
+    except TypeError as error:  # over ZMQ, as msgpack knows more than JSON
+        raise invalid(param, "is not JSON") from error
     return Grammar(param, f"json_schema:{text}")
 
 
@@ -95,12 +97,16 @@ def _guided(body: Body) -> list[Grammar]:
 
 def _response_format(body: Body) -> list[Grammar]:
     asked = body.response_format
-    if asked is None or asked.type == "text":
+    if asked is None:
+        return []
+    if asked.type not in FORMATS:
+        raise invalid("response_format.type", "must be text, json_object or json_schema")
+    if asked.type != "json_schema" and asked.json_schema is not None:
+        raise invalid("response_format.json_schema", "needs the type json_schema")
+    if asked.type == "text":
         return []
     if asked.type == "json_object":
         return [Grammar("response_format", "json:")]
-    if asked.type != "json_schema":
-        raise invalid("response_format.type", "must be text, json_object or json_schema")
     if asked.json_schema is None or asked.json_schema.schema is None:
         raise invalid("response_format.json_schema.schema", "is required")
     return [json_grammar("response_format.json_schema.schema", asked.json_schema.schema)]

@@ -14,8 +14,10 @@ from nvserve.frontend.params import (
     MAX_TIMEOUT_S,
 )
 from nvserve.frontend.schema import (
+    FORMATS,
     MAX_N,
     MAX_PROMPTS,
+    ROLES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -25,7 +27,7 @@ from nvserve.protocol.sampling import MAX_LIST, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 Document = dict[str, Any]
 
-# Of the fields that several bodies share.
+# Of fields wherever they are, or of one object's.
 RANGES: Final[dict[str, Document]] = {
     "n": {"minimum": 1, "maximum": MAX_N},
     "max_tokens": {"minimum": 0},
@@ -48,8 +50,17 @@ RANGES: Final[dict[str, Document]] = {
     "allowed_token_ids": {"minItems": 1, "maxItems": MAX_LIST},
     "cache_salt": {"maxLength": MAX_SALT_CHARS},
     "best_of": {"const": 1},
+    "CompletionBody.logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},  # of a chat: a boolean
+    "ChatMessage.role": {"enum": ROLES},
+    "ContentPart.type": {"const": "text"},
+    "ResponseFormat.type": {"enum": FORMATS},
+    "NamedChoice.type": {"const": "function"},
+    "Tool.type": {"const": "function"},
+    "ToolCall.type": {"const": "function"},
+    "ToolCall.id": {"minLength": 1},
+    "CalledFunction.name": {"minLength": 1},
 }
-LOGPROBS: Final[Document] = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}  # of completions: a number
+OF_MESSAGES: Final = frozenset({"ChatMessage", "ContentPart", "ToolCall", "CalledFunction"})
 
 ERROR: Final[Document] = {
     "type": "object",
@@ -105,10 +116,11 @@ def document(version: str) -> bytes:
     for name, component in components.items():
         for field, schema in component.get("properties", {}).items():
             _narrow(schema, RANGES.get(field, {}))
-            if (name, field) == ("CompletionBody", "logprobs"):
-                _narrow(schema, LOGPROBS)
+            _narrow(schema, RANGES.get(f"{name}.{field}", {}))
             if field == "prompt" and name == "CompletionBody":
                 schema["maxItems"] = MAX_PROMPTS
+        if name in OF_MESSAGES:
+            component["additionalProperties"] = {"type": "null"}
     components["Error"] = ERROR
     return msgspec.json.encode(
         {

@@ -3,7 +3,7 @@
 An unknown field is a 400 that names it, and so is a known one that this server cannot honour. The
 exceptions change no answer and are accepted as notes: `user`, `metadata`, `store`,
 `safety_identifier`, `prompt_cache_key`. Of a key given twice the last one counts. null means the
-default everywhere.
+default everywhere, in a message also for fields that are not known.
 """
 
 import re
@@ -13,6 +13,7 @@ import msgspec
 
 from nvserve.frontend.bulk import check_bulk
 from nvserve.frontend.errors import ApiError, invalid
+from nvserve.frontend.schema_nulls import are_worth_a_look, without_nulls
 from nvserve.protocol.client_messages import SamplingFields
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -21,6 +22,7 @@ MAX_PROMPTS: Final = 1024  # in one body, and also prompts x n
 MAX_N: Final = 128
 MAX_TURNS: Final = 8192  # messages with the parts and calls in them
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+FORMATS: Final = ("text", "json_object", "json_schema")
 
 Prompt = str | list[str | int | list[int]]
 
@@ -182,7 +184,12 @@ def parse(body_type: type[T], raw: bytes) -> T:
     decoder: msgspec.json.Decoder[T] = _DECODERS[body_type]  # type: ignore[index, assignment]  # keyed by its own type
     try:
         check_bulk(body_type, raw)
-        return decoder.decode(raw)
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            if not are_worth_a_look(error):
+                raise
+            return decoder.decode(without_nulls(raw))
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, ValueError) as error:
@@ -191,7 +198,7 @@ def parse(body_type: type[T], raw: bytes) -> T:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
-_PLACE: Final = re.compile(r"^(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?$", re.DOTALL)
+_PLACE: Final = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 _FIELD: Final = re.compile(r"^Object (contains unknown|missing required) field `(.*)`$", re.DOTALL)
 _TYPE_NAMES: Final = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
@@ -268,10 +275,18 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
         raise invalid(f"{where}.content", "is required")
     if message.role == "tool" and not message.tool_call_id:
         raise invalid(f"{where}.tool_call_id", "is required for the role tool")
-    if message.tool_calls and message.role != "assistant":
-        raise invalid(f"{where}.tool_calls", "belong to the role assistant")
-    if message.reasoning_content is not None and message.role != "assistant":
-        raise invalid(f"{where}.reasoning_content", "belongs to the role assistant")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise invalid(f"{where}.tool_call_id", "belongs to the role tool")
+    if message.role != "assistant":
+        for name, value in (
+            ("tool_calls", message.tool_calls or None),
+            ("reasoning_content", message.reasoning_content),
+            ("refusal", message.refusal),
+        ):
+            if value is not None:
+                raise invalid(f"{where}.{name}", "is only for the role assistant")
+    for index, call in enumerate(message.tool_calls or ()):
+        _check_call(call, f"{where}.tool_calls[{index}]")
     plain: dict[str, Any] = msgspec.to_builtins(message)
     plain.pop("refusal", None)  # of an earlier answer; what was refused is not the model's affair
     for call in plain.get("tool_calls", ()):
@@ -281,6 +296,14 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
         plain["content"] = _joined(message.content, f"{where}.content")
     plain.setdefault("content", None)
     return plain
+
+
+def _check_call(call: ToolCall, where: str) -> None:
+    if call.type != "function":
+        raise invalid(f"{where}.type", "must be function")
+    for name, text in (("id", call.id), ("function.name", call.function.name)):
+        if not text:
+            raise invalid(f"{where}.{name}", "must not be empty")
 
 
 def _decoded(arguments: str) -> Any:

@@ -59,6 +59,8 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
             raise invalid("tools", "the model's chat template shows no tools")
         return ToolPlan(shown, "auto", max_calls=max_calls)
     if isinstance(choice, NamedChoice):
+        if choice.type != "function":
+            raise invalid("tool_choice.type", "must be function")
         return _named(shown, tools, choice.function.name)
     if choice != "required":
         raise invalid("tool_choice", "must be none, auto, required or a function")

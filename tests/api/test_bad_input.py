@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from api.bad_bodies import BAD_FIELDS, CHAT, COMPLETIONS, HI, TOOL, assert_400
 from api.fake_core import FakeCore, tokens_of
@@ -42,6 +43,14 @@ from nvserve.protocol.messages import Submit
 )
 def test_bad_prompts(shared: FrontendProcess, prompt: Any, param: str) -> None:
     assert_400(shared, COMPLETIONS, {"prompt": prompt}, param)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+ADD = {"type": "function", "function": {"name": "add"}}
+
+
+def _called(*calls: Any) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": list(calls)}]}
 
 
 HTTP_ONLY: list[tuple[str, Any, str]] = [
@@ -95,6 +104,27 @@ def test_bad_values_are_refused_over_zmq_too(
         for number in (float("nan"), float("inf")):
             with pytest.raises(RequestError, match="temperature: must be"):
                 client.generate("x", temperature=number)
+        assert client.generate([5], max_tokens=2, temperature=0.0).token_ids == tokens_of([5], 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"logit_bias": {5: 1.0}}, "params.logit_bias"),
+        ({"logit_bias": {"5": "x"}}, "params.logit_bias[...]"),
+        ({"structured_outputs": {5: 1}}, "params.structured_outputs"),
+        ({"structured_outputs": {"json": {(1, 2): 3}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": msgspec.msgpack.Ext(5, b"")}}, "structured_outputs.json"),
+    ],
+    ids=str,
+)
+def test_what_only_msgpack_can_say_names_its_field(
+    shared: FrontendProcess, change: dict[str, Any], param: str
+) -> None:
+    with Client(shared.endpoint) as client:
+        with pytest.raises(RequestError) as caught:
+            client.generate("x", **change)
+        assert (caught.value.status, caught.value.param) == (400, param)
         assert client.generate([5], max_tokens=2, temperature=0.0).token_ids == tokens_of([5], 2)
 
 
@@ -155,6 +185,25 @@ def test_bad_shapes_name_their_field(
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",
         ),
+        *(
+            (
+                {"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}},
+                "response_format.json_schema",
+            )
+            for kind in ("json_object", "text")
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tools": [TOOL], "tool_choice": ADD | {"type": "banana"}}, "tool_choice.type"),
+        (_called(CALL | {"type": "banana"}), "messages[1].tool_calls[0].type"),
+        (_called(CALL | {"id": ""}), "messages[1].tool_calls[0].id"),
+        (
+            _called(CALL, CALL | {"function": {"name": "", "arguments": "{}"}}),
+            "messages[1].tool_calls[1].function.name",
+        ),
+        ({"messages": [HI[0] | {"tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"messages": [HI[0] | {"refusal": "no"}]}, "messages[0].refusal"),
+        ({"messages": [HI[0] | {"reasoning_content": "hm"}]}, "messages[0].reasoning_content"),
+        ({"messages": [HI[0] | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
     ids=str,
