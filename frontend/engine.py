@@ -99,6 +99,7 @@ class Engine:
         self._quarantine: Final = Quarantine()
         self._pace: Final = Pace()
         self._max_queued: Final = config.max_queued_requests
+        self._max_running: Final = config.max_num_seqs
         self._timeout_s: Final = config.request_timeout_s
         self._link: Final = CoreLink(context, launch_dir, life, self._take)
         self._last_step_time = 0.0  # UNIX seconds of the last step known of, 0 before the first
@@ -149,10 +150,12 @@ class Engine:
         While core answers, its own limit decides; this one holds when it is down or silent.
         `timeout_s` replaces the configured time a request may take, 0 lifts it.
         """
-        if max(self.journal.num_unanswered, self._link.num_unsent) >= self._max_queued:
+        # What core has not answered yet may find free slots there.
+        limit = self._max_queued + (self._max_running if self.is_connected else 0)
+        if max(self.journal.num_unanswered, self._link.num_unsent) >= limit:
             raise ApiError(
                 429,
-                f"{self._max_queued} requests are waiting already",
+                f"{limit} requests are waiting already",
                 code="queue_full",
                 retry_after_s=self._queue_wait_s(),
             )

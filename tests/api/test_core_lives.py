@@ -126,6 +126,23 @@ def test_what_core_cannot_answer_yet_is_not_sent_again(
         assert future.result(EVENT_LIMIT_S)["token_ids"] == tokens_of([1], COUNT)
 
 
+def test_free_slots_count_while_core_is_there() -> None:
+    """One request of more prompts than may wait is served where they need not wait."""
+    frontend = FrontendProcess(max_queued_requests=2)
+    try:
+        frontend.ready()
+        frontend.new_core()
+        frontend.wait_connected()
+        prompts = [[number + 1] for number in range(6)]
+        body = {"prompt": prompts, "max_tokens": COUNT, "temperature": 0, "return_token_ids": True}
+        status, answer = frontend.post("/v1/completions", body)
+        assert status == 200, answer
+        ids = [choice["token_ids"] for choice in answer["choices"]]
+        assert ids == [tokens_of(prompt, COUNT) for prompt in prompts]
+    finally:
+        frontend.close()
+
+
 def repeat(emits: Emits) -> list[Emits]:
     return [emits, emits]
 
