@@ -12,8 +12,9 @@ from typing import Any, Final
 import click
 import msgspec
 
-from nvserve.protocol.control import FaultKind, Inject
+from nvserve.protocol.control import MAX_FAULT_S, FaultKind, Inject
 from nvserve.protocol.faults import BEGIN, LAUNCH, MESSAGE_KINDS, SEND
+from nvserve.scripts.finite_float import FiniteFloat
 from nvserve.scripts.running import find_server, order, process_name
 
 MAX_STEPS_AHEAD: Final = 20  # of a step drawn at random
@@ -33,7 +34,7 @@ IMMEDIATE: Final = frozenset({FaultKind.KILL, FaultKind.STOP})
 @click.option(
     "--message", default="", help="At send: name of the message, such as Emits; any if empty."
 )
-@click.option("--seconds", type=click.FloatRange(0), default=1.0, help="Of slow and delay.")
+@click.option("--seconds", type=FiniteFloat(0, MAX_FAULT_S), default=1.0, help="Of slow and delay.")
 @click.option("--count", type=click.IntRange(1), default=1, help="How often.")
 @click.option(
     "--token",

@@ -132,7 +132,7 @@ def test_a_list_of_other_things_than_positive_integers_is_refused(text: str) -> 
         parse_numbers(text)
 
 
-@pytest.mark.parametrize("text", ["16", "16,16", "144,16", "1,2,3"])
+@pytest.mark.parametrize("text", ["16", "16,16", "144,16", "1,2,3", "1,2", "16,23"])
 def test_output_lengths_must_be_a_shorter_and_a_longer_one(text: str) -> None:
     with pytest.raises(click.BadParameter, match="shorter"):
         parse_output_lens(text)
@@ -171,6 +171,14 @@ def test_throughput_measures_mix_and_steps_of_the_demo_model(tmp_path: Path) -> 
     for figures in result["steps"].values():
         assert figures["median_step_ms"] > 0
         assert figures["floor_ms"] is None
+
+
+def test_a_batch_that_the_pool_cannot_hold_has_no_step(tmp_path: Path) -> None:
+    steps = ["--batches", "1,2", "--context", "60", "--output-lens", "2,34", "--step-rounds", "1"]
+    flags = ["--num-requests", "0", "--num-kv-blocks", "8", *steps]
+    result = run_json(throughput, tmp_path / "r.json", *flags)
+    assert result["steps"]["1"]["step_ms"] > 0
+    assert result["steps"]["2"]["step_ms"] is None
 
 
 def test_latency_takes_the_step_of_the_demo_model_apart(tmp_path: Path) -> None:

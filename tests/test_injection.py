@@ -170,6 +170,9 @@ def test_an_option_that_can_match_is_taken(name: str, order: Inject) -> None:
     [
         (["drop", "core", "--phase", "launch"], "--phase launch: drop strikes at send alone"),
         (["delay", "worker", "0", "--seconds", "-1"], "Invalid value for '--seconds'"),
+        (["slow", "worker", "0", "--seconds", "nan"], "Invalid value for '--seconds'"),
+        (["slow", "worker", "0", "--seconds", "inf"], "Invalid value for '--seconds'"),
+        (["slow", "worker", "0", "--seconds", "86401"], "Invalid value for '--seconds'"),
         (["crash", "core", "--count", "0"], "Invalid value for '--count'"),
     ],
 )

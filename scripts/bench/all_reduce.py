@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nvserve.kernels.norm import add_rms_norm
 from nvserve.scripts import python_child
+from nvserve.scripts.bench.output_file import why_unusable
 from nvserve.workers.crossover import SIZES, time_call
 from nvserve.workers.models.decoder import NUM_PLACES
 from nvserve.workers.parallel import TensorParallel
@@ -120,6 +121,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    reason = "" if flags.output is None else why_unusable(flags.output)
+    if reason:
+        parser.error(f"--output: {reason}")
     if flags.rank >= 0:
         rows = run_rank(flags.rank, flags.tp, flags.width, flags.folder)
     else:

@@ -139,6 +139,15 @@ def parse_numbers(text: str) -> list[int]:
     return numbers
 
 
+def check_batches(batches: Sequence[int], options: EngineOptions) -> None:
+    """Refuse a batch whose requests could not all run at once: its step would be another's."""
+    largest = max(batches, default=0)
+    if largest > options.max_num_seqs:
+        raise click.UsageError(
+            f"--batches {largest}: at most {options.max_num_seqs} run at once (--max-num-seqs)"
+        )
+
+
 @contextmanager
 def bench_model(options: EngineOptions) -> Iterator[BenchModel]:
     """The folder of --model; a shape's folder is written for the time of the benchmark.

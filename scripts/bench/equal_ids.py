@@ -16,6 +16,7 @@ import click
 
 from nvserve.scripts.bench import workloads
 from nvserve.scripts.bench.engine import write_result
+from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.recovery_report import first_difference
 from nvserve.scripts.llm import LLM, Generated, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
@@ -118,7 +119,7 @@ def choose_clear(llm: LLM, num_prompts: int, num_tokens: int) -> list[Ids]:
 @click.option("--num-prompts", type=click.IntRange(1), default=20)
 @click.option("--max-batch", type=click.IntRange(1), default=17, help="Batches of 1 to so many.")
 @click.option("--output-len", type=click.IntRange(1), default=64, help="Tokens of an answer.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+@click.option("--output", type=OutputFile(), help="JSON of the result.")
 def main(
     *,
     tp: int,

@@ -19,6 +19,8 @@ import click
 import uvloop
 
 from nvserve.scripts.bench.cpu_time import child_pids, cpu_s
+from nvserve.scripts.bench.output_file import OutputFile
+from nvserve.scripts.finite_float import SECONDS, FiniteFloat
 from nvserve.scripts.own_server import endpoint_or_own
 
 EVENT: Final = b'data: {"'
@@ -201,15 +203,15 @@ def print_report(report: Report) -> None:
         click.echo(f"{name:<16}{microseconds:>14.2f}{report.cpu_share[name]:>16.0%}")
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--endpoint", default=None, help="A running server's URL.  [default: an own one]")
-@click.option("--clients", default=256, help="Streams at once.", show_default=True)
-@click.option("--prompt-tokens", default=16, help="Of each request.", show_default=True)
-@click.option("--max-tokens", default=512, help="Of each request.", show_default=True)
-@click.option("--tp", default=1, help="Simulated ranks of an own server.", show_default=True)
-@click.option("--warm-up", "warm_up_s", default=3.0, help="Seconds.", show_default=True)
-@click.option("--window", "window_s", default=10.0, help="Seconds measured.", show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file of the result.")
+@click.option("--clients", type=click.IntRange(1), default=256, help="Streams at once.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=16, help="Of each request.")
+@click.option("--max-tokens", type=click.IntRange(1), default=512, help="Of each request.")
+@click.option("--tp", type=click.IntRange(1), default=1, help="Simulated ranks of an own server.")
+@click.option("--warm-up", "warm_up_s", type=FiniteFloat(0), default=3.0, help="Seconds.")
+@click.option("--window", "window_s", type=SECONDS, default=10.0, help="Seconds measured.")
+@click.option("--output", type=OutputFile(), help="JSON file of the result.")
 def frontend(
     endpoint: str | None,
     clients: int,

@@ -8,7 +8,6 @@ of each process.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from nvserve.scripts.bench.engine import (
     Started,
     bench_config,
     bench_model,
+    check_batches,
     decode_full_batch,
     engine_flags,
     format_table,
@@ -32,12 +32,14 @@ from nvserve.scripts.bench.engine import (
     write_result,
 )
 from nvserve.scripts.bench.floors import Floors, measure_floors
+from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.own_process import NotMeasured
 from nvserve.scripts.bench.rig import Rig, RigFailed, StepTimes
 from nvserve.scripts.bench.sampling_tail import measure_sampling
 
 SPARE_TOKENS: Final = 16  # of the longest request
 NUM_SKIPPED: Final = 4  # steps after the last prompt, while run-ahead fills
+MIN_OUTPUT_LEN: Final = NUM_SKIPPED + workloads.WINDOW + 2  # for one window to be left of it
 
 Figures = dict[str, float | None]
 
@@ -67,13 +69,16 @@ FURTHER: Final[dict[str, str]] = {
 @engine_flags
 @click.option("--batches", default="1,8,32,128,256", help="Requests that decode together.")
 @click.option("--context", type=click.IntRange(1), default=workloads.CONTEXT, help="Prompt tokens.")
-@click.option("--output-len", type=click.IntRange(8), default=144, help="Tokens of a request.")
+@click.option(
+    "--output-len", type=click.IntRange(MIN_OUTPUT_LEN), default=144, help="Tokens of a request."
+)
 @click.option("--floor/--no-floor", default=True, help="Measure the GPU's floor first.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+@click.option("--output", type=OutputFile(), help="JSON of the result.")
 def latency(**flags: Any) -> None:
     """Take one decode step apart, by batch size."""
     options = EngineOptions.take(flags)
     batches = parse_numbers(flags["batches"])
+    check_batches(batches, options)
     context, output_len = flags["context"], flags["output_len"]
     needed_len = context + output_len + SPARE_TOKENS
     table: dict[int, Figures] = {batch: {} for batch in batches}

@@ -8,7 +8,6 @@ import asyncio
 import secrets
 import time
 from dataclasses import asdict
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from nvserve.scripts.bench.engine import (
     engine_flags,
     write_result,
 )
+from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.recovery_report import (
     format_spreads,
     format_verdict,
@@ -40,6 +40,7 @@ from nvserve.scripts.bench.recovery_run import (
 )
 from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.finite_float import SECONDS, FiniteFloat
 
 START_LIMIT_S: Final = 1800.0
 SPARE_TOKENS: Final = 16  # of the longest request
@@ -57,12 +58,14 @@ MIB: Final = 1 << 20
 @click.option("--context", type=click.IntRange(1), default=64, help="Prompt tokens.")
 @click.option("--output-len", type=click.IntRange(1), default=512, help="Tokens of a request.")
 @click.option("--spare/--no-spare", default=True, help="Wait for a warm one before each fault.")
-@click.option("--hang-timeout", type=float, default=5.0, help="Of the server.")
-@click.option("--wait-limit", type=float, default=120.0, help="Seconds for one recovery.")
-@click.option("--time-limit", type=float, default=0.0, help="No new fault after it; 0 for none.")
+@click.option("--hang-timeout", type=SECONDS, default=5.0, help="Of the server.")
+@click.option("--wait-limit", type=SECONDS, default=120.0, help="Seconds for one recovery.")
+@click.option(
+    "--time-limit", type=FiniteFloat(0), default=0.0, help="No new fault after it; 0 for none."
+)
 @click.option("--disable-custom-all-reduce", is_flag=True, help="Of the server.")
 @click.option("--share-gpu", is_flag=True, help="Of the server; needs --num-kv-blocks.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+@click.option("--output", type=OutputFile(), help="JSON of the result.")
 def recovery(**flags: Any) -> None:
     """Kill and stop each rank of a server under load; exit status 1 if a request is lost."""
     begun_s = time.monotonic()

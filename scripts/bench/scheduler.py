@@ -22,6 +22,7 @@ from nvserve.core.scheduler import Scheduler
 from nvserve.protocol.codec import decode_from_worker, encode
 from nvserve.protocol.messages import Hello, ModelOutput, Submit, pack_ids
 from nvserve.protocol.sampling import SamplingParams
+from nvserve.scripts.bench.output_file import OutputFile
 
 CASES: Final = [(32, 128), (32, 8192), (256, 128), (256, 8192)]  # requests, prompt tokens each
 TARGETS_MS: Final = {32: 0.1, 256: 0.4}  # median of a step by requests
@@ -183,7 +184,7 @@ COLUMNS: Final = {  # heading: field, format
 
 @click.command()
 @click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1))
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
+@click.option("--output", type=OutputFile(), help="Write JSON here.")
 def scheduler(steps: int, output: Path | None) -> None:
     """Core's cost of a decode step: plan, encode, commit, emit (CPU milliseconds)."""
     click.echo("  ".join(f"{heading:>10}" for heading in COLUMNS))

@@ -40,7 +40,6 @@ def serve(**flags: Any) -> None:
         results = runner.run(measure(target, questions, options))
     result = {"sweep": results} if options.sweep else results[0]
     for path in _result_paths(options, str(results[0]["model_id"])):
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
         click.echo(f"result: {path}")
     if options.plot:
@@ -59,8 +58,8 @@ def _result_paths(options: ServeOptions, model: str) -> list[Path]:
     if options.save_result:
         rate = f"{options.request_rate:g}qps"
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = f"{options.label}-{rate}-{model.rsplit('/', 1)[-1]}-{stamp}.json"
-        paths.append(options.result_dir / name)
+        rest = f"{rate}-{model.rsplit('/', 1)[-1]}-{stamp}"
+        paths.append(options.result_path(rest))
     return paths
 
 

@@ -13,6 +13,8 @@ from typing import Any, Final, Literal
 import click
 
 from nvserve.scripts.bench import datasets, report
+from nvserve.scripts.bench.output_file import OutputFile, why_unusable
+from nvserve.scripts.finite_float import SECONDS, FiniteFloat
 
 RANDOM_LEN_HELP: Final = "Tokens, for --dataset-name random."
 
@@ -69,6 +71,14 @@ class ServeOptions:
             raise click.UsageError(f"--dataset-name {self.dataset_name} needs --dataset-path")
         if not (self.request_rate > 0 and self.burstiness > 0):
             raise click.UsageError("--request-rate and --burstiness must be positive")
+        if math.inf in self.sweep and (self.plot or self.sweep_over == "max-concurrency"):
+            raise click.UsageError("--sweep: inf is a request rate alone, and not to be plotted")
+        if self.save_result and (reason := why_unusable(self.result_path(""))):
+            raise click.UsageError(f"--result-dir: {reason}")
+
+    def result_path(self, rest: str) -> Path:
+        """The file in --result-dir that --save-result asks for."""
+        return self.result_dir / f"{self.label}-{rest}.json"
 
     def questions(self) -> list[datasets.Question]:
         """The prompts to send; raises datasets.BadDataset."""
@@ -163,7 +173,7 @@ FLAGS: Final = (
     click.option("--random-output-len", type=click.IntRange(1), default=128, help=RANDOM_LEN_HELP),
     click.option(
         "--random-range-ratio",
-        type=click.FloatRange(0, 1, max_open=True),
+        type=FiniteFloat(0, 1, max_open=True),
         default=0.0,
         help="Lengths vary by this share.",
     ),
@@ -183,7 +193,9 @@ FLAGS: Final = (
         default=None,
         help="Ask for exactly the output length.  [default: for random]",
     ),
-    click.option("--temperature", type=float, default=None, help="[default: the server's own]"),
+    click.option(
+        "--temperature", type=FiniteFloat(), default=None, help="[default: the server's own]"
+    ),
     click.option("--extra-body", default="{}", callback=_object, help="JSON for every request."),
     click.option("--seed", type=int, default=0, help="Of prompts, lengths and arrival times."),
     click.option("--percentile-metrics", default="ttft,tpot,itl,e2el", callback=_metrics),
@@ -196,13 +208,15 @@ FLAGS: Final = (
         default="request-rate",
         help="What --sweep sets.",
     ),
-    click.option("--plot", type=click.Path(path_type=Path), help="SVG of latency against load."),
-    click.option("--output", type=click.Path(path_type=Path), help="JSON of the result."),
+    click.option("--plot", type=OutputFile(), help="SVG of latency against load."),
+    click.option("--output", type=OutputFile(), help="JSON of the result."),
     click.option("--save-result", is_flag=True, help="Write JSON under a name of its own."),
     click.option("--result-dir", type=click.Path(path_type=Path), default=Path(), help="For it."),
     click.option("--save-detailed", is_flag=True, help="Also each request's times and lengths."),
     click.option("--label", default="nvserve", help="Kept in the result."),
-    click.option("--request-timeout", type=float, default=600.0, help="Seconds for one answer."),
-    click.option("--ready-check-timeout-sec", type=float, default=60.0, help="For the server."),
+    click.option("--request-timeout", type=SECONDS, default=600.0, help="Seconds for one answer."),
+    click.option(
+        "--ready-check-timeout-sec", type=FiniteFloat(0), default=60.0, help="For the server."
+    ),
     click.option("--disable-tqdm", is_flag=True, help="No progress bar."),
 )

@@ -18,7 +18,9 @@ from typing import Any, Final
 import click
 
 from nvserve.scripts.bench.engine import format_table
+from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.part import Outcome, Part, Result, limits_s, run_part
+from nvserve.scripts.finite_float import SECONDS
 
 BENCH: Final = "nvserve.scripts.bench"
 RESERVE_S: Final = 40.0  # of a part with faults: for the last one, the end of the load, the memory
@@ -200,10 +202,15 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 @click.option("--num-prompts", type=click.IntRange(1), default=20, help="Of the equal ids.")
 @click.option("--max-batch", type=click.IntRange(1), default=17, help="Of the equal ids.")
 @click.option("--num-kv-blocks", default=0, help="Exact pool size, 0 to measure.")
-@click.option("--hang-timeout", default=6.0, help="Of the servers: graphs are captured anew.")
+@click.option(
+    "--hang-timeout",
+    type=SECONDS,
+    default=6.0,
+    help="Of the servers: graphs are captured anew.",
+)
 @click.option("--parts", "names", default="", help="Only these, such as: step,recovery.")
-@click.option("--budget", "budget_s", type=float, default=480.0, help="Seconds for everything.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON.")
+@click.option("--budget", "budget_s", type=SECONDS, default=480.0, help="Seconds for everything.")
+@click.option("--output", type=OutputFile(), required=True, help="JSON.")
 def main(*, names: str, budget_s: float, output: Path, **flags: Any) -> None:
     """Run all parts within the budget; exit status 1 if one is not ok."""
     deadline_s = time.monotonic() + budget_s

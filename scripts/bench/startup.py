@@ -18,6 +18,7 @@ from nvserve.scripts.bench.engine import (
     started_engine,
     write_result,
 )
+from nvserve.scripts.bench.output_file import OutputFile
 
 PROCESSES_LINE: Final = re.compile(r"\s*ready after [\d.]+ s; each process started after: (.*)$")
 PHASES_LINE: Final = re.compile(r"\s*(\w+(?: \d+)?): (\w.* s)$")
@@ -29,7 +30,7 @@ DEFAULT_LEN: Final = 4096
 @click.command(context_settings={"show_default": True})
 @engine_flags
 @click.option("--num-rounds", type=click.IntRange(1), default=3, help="Starts to time.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+@click.option("--output", type=OutputFile(), help="JSON of the result.")
 def startup(num_rounds: int, output: Path | None, **flags: Any) -> None:
     """Time starts of the engine, by phase; the first may read files from a cold disk."""
     options = EngineOptions.take(flags)

@@ -4,7 +4,6 @@ First the mix of lengths, then plain decode steps by batch, beside the floor of 
 """
 
 import time
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from nvserve.scripts.bench.engine import (
     EngineOptions,
     Started,
     bench_model,
+    check_batches,
     decode_full_batch,
     engine_flags,
     format_table,
@@ -25,9 +25,11 @@ from nvserve.scripts.bench.engine import (
     write_result,
 )
 from nvserve.scripts.bench.floors import Floors, measure_floors
+from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.own_process import NotMeasured
 
 SPARE_TOKENS: Final = 16  # of the longest request
+MIN_STEPS: Final = 8  # between the two lengths: fewer vanish in what two runs differ by anyway
 
 
 @click.command(context_settings={"show_default": True})
@@ -42,11 +44,16 @@ SPARE_TOKENS: Final = 16  # of the longest request
 @click.option("--output-lens", default="16,144", help="Tokens of the two runs of a decode step.")
 @click.option("--step-rounds", type=click.IntRange(1), default=3, help="The fastest counts.")
 @click.option("--floor/--no-floor", default=True, help="Measure the GPU's floor first.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON of the result.")
+@click.option("--output", type=OutputFile(), help="JSON of the result.")
 def throughput(**flags: Any) -> None:
     """Measure offline throughput and the decode step by batch size."""
     options = EngineOptions.take(flags)
     batches = parse_numbers(flags["batches"]) if flags["batches"] else []
+    check_batches(batches, options)
+    for name in ("max_input_len", "max_output_len"):
+        if flags["num_requests"] and flags["min_len"] > flags[name]:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(f"--min-len {flags['min_len']} is above {flag} {flags[name]}")
     short_len, long_len = parse_output_lens(flags["output_lens"])
     longest_mix = flags["max_input_len"] + flags["max_output_len"] if flags["num_requests"] else 0
     needed_len = max(longest_mix, flags["context"] + long_len) + SPARE_TOKENS
@@ -78,8 +85,10 @@ def throughput(**flags: Any) -> None:
 def parse_output_lens(text: str) -> tuple[int, int]:
     """`16,144`: the short and the long run of a decode step."""
     numbers = parse_numbers(text)
-    if len(numbers) != 2 or numbers[0] >= numbers[1]:
-        raise click.BadParameter(f"--output-lens {text}: a shorter and a longer length")
+    if len(numbers) != 2 or numbers[1] - numbers[0] < MIN_STEPS:
+        raise click.BadParameter(
+            f"--output-lens {text}: a shorter length and one longer by {MIN_STEPS} or more"
+        )
     return numbers[0], numbers[1]
 
 
@@ -136,7 +145,10 @@ def _run_steps(
     output_lens: tuple[int, int],
     flags: dict[str, Any],
 ) -> dict[int, dict[str, float | None]]:
-    """Both figures of a step by batch: by difference of two runs, and the median interval."""
+    """Both figures of a step by batch: by difference of two runs, and the median interval.
+
+    None where the requests never decoded all at once, or the two runs differ by noise alone.
+    """
     rng = Random(1)
     steps: dict[int, dict[str, float | None]] = {}
     for batch in batches:
@@ -151,8 +163,12 @@ def _run_steps(
         )
         prompts = workloads.draw_prompts(batch, flags["context"], rng, model.max_id)
         full = decode_full_batch(engine.llm, prompts, output_lens[1], workloads.TEMPERATURE)
+        if full.num_steps < 1:
+            click.echo(
+                f"batch {batch}: its requests never ran all at once; more KV blocks may help"
+            )
         steps[batch] = {
-            "step_ms": step_ms,
+            "step_ms": step_ms if step_ms > 0 and full.num_steps > 0 else None,
             "median_step_ms": workloads.median_step_ms(full.arrivals_s) or None,
         }
     return steps
