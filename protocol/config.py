@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
-Seconds = Annotated[float, Meta(ge=0.0)]
-SomeSeconds = Annotated[float, Meta(gt=0.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+SomeSeconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -51,15 +51,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enforce_eager: bool = False  # no CUDA graphs
     attention_backend: str = ""  # fa3, fa2, triton or torch; empty = best one that works
     max_queued_requests: Positive = 1024  # waiting requests before a 429
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = (
-        0  # of dummy weights and of seeds drawn for requests
-    )
+    seed: Int64 = 0  # of dummy weights and of seeds drawn for requests
     num_spares: Annotated[int, Meta(ge=0, le=1)] = 1  # warm workers kept for a recovery
     max_restarts: NonNegative = 5  # unplanned deaths within restart_window_s before giving up
     restart_window_s: Seconds = 60.0
-    hang_timeout_s: Annotated[float, Meta(gt=0.0)] = (
-        5.0  # silence of a process that counts as a hang, at least
-    )
+    hang_timeout_s: SomeSeconds = 5.0  # silence of a process that counts as a hang, at least
     shutdown_timeout_s: Seconds = 30.0  # time running requests get to finish on SIGTERM
     request_timeout_s: Seconds = 0.0  # default deadline of a request, 0 = none
     enable_faults: bool = False  # accept `nvserve fault` on the control socket

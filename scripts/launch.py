@@ -342,6 +342,8 @@ def _check(config: Config, *, has_key: bool) -> None:
             f"--max-model-len {config.max_model_len} is more than the model's context of "
             f"{facts.context_len} tokens"
         )
+    if config.max_model_len < 2:
+        raise UsageError("--max-model-len 1 leaves no room for a prompt and a token")
     if "" in config.served_model_names:
         raise UsageError("--served-model-name: a name must not be empty")
     for origin in config.cors_origins:

@@ -14,6 +14,7 @@ from nvserve.protocol.control import StartEpoch
 from nvserve.workers import loader
 from nvserve.workers.engine import TorchEngine
 from nvserve.workers.runner import Runner
+from nvserve.workers.step_result import ModelRefused
 
 CPU = torch.device("cpu")
 LIMIT_S = 30.0
@@ -90,6 +91,15 @@ def test_a_compilation_that_fails_ends_the_start(
     monkeypatch.setattr(Runner, "compile_kernels", compile_kernels)
     with pytest.raises(RuntimeError, match="ptxas is missing"):
         begin_epoch(make_engine(model[0], tmp_path), tmp_path)
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_its_size(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    start = StartEpoch(0, 1, 0, num_kv_blocks=2**31 - 1)
+    engine = make_engine(model[0], tmp_path, block_size=65536)
+    with pytest.raises(ModelRefused, match=r"2147483647 KV blocks \(--num-kv-blocks\) take"):
+        engine.begin(start, str(tmp_path), lambda _: None, lambda *_: None)
 
 
 def test_attention_that_asks_the_device_is_in_no_graph(

@@ -263,11 +263,21 @@ class TorchEngine:
         if self._cache is None or start.num_kv_blocks not in (0, self._cache.num_blocks):
             self._cache = self._runner = None
             num_blocks = start.num_kv_blocks or self._num_blocks(model)
-            self._cache = self._make_cache(model, num_blocks)
+            self._cache = self._make_pool(model, num_blocks)
         if self._runner is None:
             self._runner = self._assemble(model, self._cache)
         self._runner.clear()
         return self._runner
+
+    def _make_pool(self, model: Decoder, num_blocks: int) -> KvCache:
+        """ModelRefused where it does not fit."""
+        try:
+            return self._make_cache(model, num_blocks)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = num_blocks * block_bytes(model.shard, self._config.block_size, self._dtype)
+            raise ModelRefused(
+                f"{num_blocks} KV blocks (--num-kv-blocks) take {size / 2**30:.1f} GiB: {error}"
+            ) from error
 
     def _make_cache(self, model: Decoder, num_blocks: int) -> KvCache:
         return KvCache(
