@@ -35,6 +35,7 @@ class Phase(enum.IntEnum):
     SENDING = 6
     REBUILDING = 7
     SERVING = 8  # frontend and core: between waits
+    PREPARING_AHEAD = 9  # a worker that waits, with graphs left to capture in calm moments
 
 
 class Snapshot(NamedTuple):

@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -160,25 +161,64 @@ class Failing:
         raise AssertionError
 
 
-def test_a_rank_at_fault_says_so_before_it_frees_its_peers(model: Path, tmp_path: Path) -> None:
-    """Else they may tell first that it is lost, as if it had been killed."""
-    launch_dir = str(tmp_path)
+class Preparing(Failing):
+    """An engine with three things to prepare ahead; notes what its page shows at each."""
+
+    def __init__(self, inbox: Inbox, launcher: ControlChannel, page: str) -> None:
+        super().__init__(inbox, launcher)
+        self.shown: list[Phase] = []
+        self._page = page
+
+    def prepare_ahead(self) -> bool:
+        page = read_page(self._page)
+        assert page is not None
+        self.shown.append(page.phase)
+        return len(self.shown) < 3
+
+
+@contextmanager
+def epoch_server(
+    model: Path, launch_dir: Path, make_engine: Callable[[Inbox, ControlChannel, str], Failing]
+) -> Iterator[tuple[EpochServer, Failing, Outbox, ControlChannel]]:
+    """A rank's server without a process, its engine, and what core and the launcher tell it."""
     launcher, theirs = ControlChannel.pair()
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context[zmq.Socket[bytes]]())
         control = ControlChannel(theirs)
-        page = ProgressPage(page_path(launch_dir, "worker", 0))
-        child = Child(Setup(make_config(model), Role.WORKER, 0, launch_dir), control, page)
-        inbox = Inbox(context, worker_to_core(launch_dir, 0))
-        outbox = Outbox(context, core_to_worker(launch_dir, 0, 0))
-        engine = Failing(inbox, launcher)
+        page = page_path(str(launch_dir), "worker", 0)
+        setup = Setup(make_config(model), Role.WORKER, 0, str(launch_dir))
+        child = Child(setup, control, ProgressPage(page))
+        inbox = Inbox(context, worker_to_core(str(launch_dir), 0))
+        outbox = Outbox(context, core_to_worker(str(launch_dir), 0, 0))
+        engine = make_engine(inbox, launcher, page)
         server = EpochServer(context, child, engine, StartEpoch(0, 2, 0, NUM_BLOCKS))
         for one in (launcher, control, inbox, outbox, server):
             stack.callback(one.close)
+        yield server, engine, outbox, launcher
+
+
+def test_a_rank_at_fault_says_so_before_it_frees_its_peers(model: Path, tmp_path: Path) -> None:
+    """Else they may tell first that it is lost, as if it had been killed."""
+    with epoch_server(model, tmp_path, lambda inbox, launcher, _: Failing(inbox, launcher)) as made:
+        server, engine, outbox, _ = made
         assert outbox.send(encode(first_step()))
         assert server.serve().epoch == 1
     failed = StepFailed(0, 0, 0, "RuntimeError: CUDA error at step 0")
     assert engine.told == [Hello(0, 0), failed]
+
+
+def test_a_worker_shows_whether_it_has_something_to_prepare(model: Path, tmp_path: Path) -> None:
+    """Whoever measures it waits until it has not."""
+    with epoch_server(model, tmp_path, Preparing) as (server, engine, _, launcher):
+        page = page_path(str(tmp_path), "worker", 0)
+        pool = ThreadPoolExecutor(1)
+        served = pool.submit(server.serve)
+        until("nothing to prepare", lambda: (p := read_page(page)) and p.phase is Phase.WAITING)
+        assert launcher.send(encode(StartEpoch(1, 2, 0, NUM_BLOCKS)))
+        assert served.result(LIMIT_S).epoch == 1
+        pool.shutdown()
+    assert isinstance(engine, Preparing)
+    assert engine.shown == [Phase.PREPARING_AHEAD] * 3
 
 
 def test_nothing_is_prepared_right_after_a_step() -> None:

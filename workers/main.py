@@ -129,7 +129,7 @@ class EpochServer:
     def _beat(self) -> None:
         """This loop goes on while the device hangs, which the launcher must see as well."""
         if not self._launched:
-            self._child.page.beat(Phase.WAITING)
+            self._child.page.beat(Phase.PREPARING_AHEAD if self._may_prepare else Phase.WAITING)
         elif time.monotonic() - self._moved_s < STEP_BEATS_S:
             self._child.page.beat(Phase.FORWARD)
 
