@@ -32,6 +32,9 @@ from nvserve.protocol.client_messages import (
 CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
 TICK_S: Final = 0.1  # between looks at the clock while waiting
 MAX_FRAMES_AT_ONCE: Final = 256  # then the caller gets its pieces and its clock is looked at
+# Frames that wait to be sent: they are of open requests, which are kept anyway, and a wait for room
+# would hide that the connection is lost.
+UNBOUNDED: Final = 0
 CLOSED: Final = "this client is closed"
 
 
@@ -59,12 +62,18 @@ class Client:
         self._connect_limit_s: Final = connect_limit_s
         self._has_ended: Final = has_ended
         self._context: Final = zmq.Context()
+        self._context.setsockopt(zmq.SNDHWM, UNBOUNDED)
         self._session: Final = Session()
         self._thread: Final = OneThread("this client")
         self._link: Link | None = None
         self._lost_since = time.monotonic()
 
     # -- requests --------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests at the server, as far as is known."""
+        return len(self._session.requests)
 
     def submit(
         self, prompt: str | Sequence[int], *, emitted: Sequence[int] = (), **params: Any
@@ -169,12 +178,8 @@ class Client:
 
     def _send(self, frame: bytes) -> None:
         assert self._link is not None, "requests follow a connection"
-        if not self._link.is_welcome:  # the Welcome brings everything open
-            return
-        try:
+        if self._link.is_welcome:  # otherwise the Welcome brings everything open
             self._link.socket.send(frame)
-        except zmq.Again as error:
-            raise TimeoutError("the server takes no messages") from error
 
     def _pump(self, deadline: float) -> None:
         """Wait a moment for messages and apply them; replace a lost connection."""
@@ -231,6 +236,7 @@ class AsyncClient:
         self._hello: Final = Hello(version=CLIENT_PROTOCOL, api_key=api_key)
         self._connect_limit_s: Final = connect_limit_s
         self._context: Final = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.SNDHWM, UNBOUNDED)
         self._session: Final = Session()
         self._link: Link | None = None
         self._news: dict[int, asyncio.Event] = {}
@@ -334,12 +340,8 @@ class AsyncClient:
 
     async def _send(self, frame: bytes) -> None:
         link = self._link
-        if link is None or not link.is_welcome:  # the Welcome brings everything open
-            return
-        try:
+        if link is not None and link.is_welcome:  # otherwise the Welcome brings everything open
             await link.socket.send(frame)
-        except zmq.Again as error:
-            raise TimeoutError("the server takes no messages") from error
 
     async def _read(self) -> None:
         """One connection after another, until none can be had or the server refuses us."""

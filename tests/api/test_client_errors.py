@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from api.frontend_process import FrontendProcess
 from nvserve.frontend.client import AsyncClient, Client
 from nvserve.frontend.client_session import RequestError
 
+LONG_S = 4.0  # of what waits for nobody
 TOO_LARGE = "a " * 9_000_000
 GREEDY = {"max_tokens": 40, "temperature": 0.0}
 
@@ -127,3 +129,22 @@ def test_what_is_no_list_of_ids_is_a_type_error(frontend: FrontendProcess, ids: 
             client.generate(ids)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="prompt holds a token id that does not fit"):
             client.generate([2**31])
+
+
+def test_more_requests_than_a_queue_holds_wait_for_the_next_frontend(
+    frontend: FrontendProcess, core: FakeCore
+) -> None:
+    with Client(frontend.endpoint) as client:
+        assert client.generate([1], **GREEDY).token_ids == tokens_of([1], 40)
+        frontend.process.kill()
+        frontend.process.wait(EVENT_LIMIT_S)
+        begun_s = time.monotonic()
+        requests = [client.submit([2, n], max_tokens=2, temperature=0.0) for n in range(1020)]
+        for request in requests[500:]:
+            client.abort(request)
+        assert time.monotonic() - begun_s < LONG_S, "no send waits for room"
+        frontend.restart(zmq_endpoint=frontend.endpoint)
+        frontend.ready()
+        frontend.new_core()
+        answers = [client.result(request).token_ids for request in requests[:500]]
+    assert answers == [tokens_of([2, n], 2) for n in range(500)]
