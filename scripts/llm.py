@@ -17,6 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +27,14 @@ import msgspec
 from tokenizers import Tokenizer
 
 from nvserve.frontend.client import Client, ServerGone
-from nvserve.frontend.client_session import Request
+from nvserve.frontend.client_session import Request, RequestError
 from nvserve.frontend.params import derive_seed
 from nvserve.protocol.client_messages import ClientParams, TokenLogprob
 from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
 from nvserve.scripts.model_facts import DEMO_MODEL
 from nvserve.scripts.prompts import Prompt, check_prompts
 
+CLOSED: Final = "this LLM is closed"
 MAX_OPEN: Final = 1000  # requests at the server at once; below what one connection may have open
 
 
@@ -130,6 +132,10 @@ class LLM:
         words = Words.COPIED if is_verbose else Words.KEPT
         self._launch: Final = EmbeddedLaunch(arguments, api_key=api_key, words=words)
         self._finalizer: Final = weakref.finalize(self, self._launch.stop)
+        pool = ThreadPoolExecutor(1)
+        # Beside the start: no call shall wait for it. An error is for who gives texts.
+        self._tokenizer: Final = pool.submit(_load_tokenizer, self.model)
+        pool.shutdown(wait=False)
         self.announcement: Final = self._launch.wait_ready(start_limit_s)
         launch = self._launch  # not `self`, which the client would keep alive
         self.client: Final = Client(
@@ -137,7 +143,6 @@ class LLM:
             api_key=api_key,
             has_ended=lambda: not launch.is_running,
         )
-        self._tokenizer: Tokenizer | None = None
         self._turn: Final = threading.RLock()  # held by the thread whose call uses the client
 
     # -- generating ------------------------------------------------------------------------------
@@ -183,18 +188,13 @@ class LLM:
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:
-            raise LaunchFailed("this LLM is closed")
+            raise LaunchFailed(CLOSED)
         if not self._launch.is_running:  # a full send queue would hide it for a while
             raise LaunchFailed(self._launch.last_words())
 
     def _encode_all(self, prompts: "Sequence[str | array[int]]") -> "list[array[int]]":
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts and self._tokenizer is None:
-            tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            self._tokenizer = tokenizer
-        found = iter(self._tokenizer.encode_batch_fast(texts) if self._tokenizer else ())
+        found = iter(self._tokenizer.result().encode_batch_fast(texts) if texts else ())
         return [array("i", next(found).ids) if isinstance(p, str) else p for p in prompts]
 
     def _run(
@@ -206,24 +206,29 @@ class LLM:
     ) -> list[Request]:
         """Send (prompt number, choice) pairs, at most MAX_OPEN open at once; all finished."""
         requests: list[Request] = []
-        open_requests: list[Request] = []
+
+        def send_next() -> None:
+            number, choice = submits[len(requests)]
+            fields = _fields(chosen[number], choice)
+            requests.append(self.client.submit(encoded[number], **fields))
 
         def fill() -> None:
-            if len(requests) < len(submits):
-                open_requests[:] = [one for one in open_requests if not one.is_over]
-            while len(requests) < len(submits) and len(open_requests) < MAX_OPEN:
-                number, choice = submits[len(requests)]
-                fields = _fields(chosen[number], choice)
-                requests.append(self.client.submit(encoded[number], **fields))
-                open_requests.append(requests[-1])
+            while len(requests) < len(submits) and self.client.num_open < MAX_OPEN:
+                send_next()
 
         try:
             for place in range(len(submits)):
                 fill()
+                if place == len(requests):  # the caller's own requests leave no room
+                    send_next()
                 for _ in self.client.pieces(requests[place], deadline_s - time.monotonic()):
                     fill()
         except ServerGone as error:
             raise LaunchFailed(f"{error}\n{self._launch.last_words()}") from error
+        except RequestError as error:
+            if self._finalizer.alive:
+                raise
+            raise LaunchFailed(CLOSED) from error  # by another thread meanwhile
         finally:
             if self._launch.is_running:
                 for request in requests:
@@ -253,6 +258,13 @@ class LLM:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _params_for(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from reference import ReferenceModel
+from tokenizers import Tokenizer
 
 import nvserve
 from nvserve import LLM, SamplingParams
@@ -245,6 +246,36 @@ def test_hundreds_of_long_prompts_are_on_their_way_at_once(
             llm.generate(prompts)
         seconds.append(time.process_time() - begun_s)
     assert min(seconds) < 0.1, "of work for each id before the first request is sent"
+
+
+def test_the_first_text_finds_the_tokenizer_loaded(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: str) -> Any:
+        raise AssertionError(f"{path} is loaded within a call")
+
+    monkeypatch.setattr(Tokenizer, "from_file", load)
+    assert llm.encode("To be")
+
+
+def test_thousands_of_requests_cost_their_caller_microseconds_each() -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [[5 + number % 900, 7] for number in range(2500)]
+    with start("sim") as engine:
+        begun_s = time.process_time()
+        engine.generate(prompts, params)
+        used_s = time.process_time() - begun_s
+    assert used_s < 1.2, "of work that grows with what is open"
+
+
+def test_a_connection_full_of_the_callers_own_holds_up_no_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_module, "MAX_OPEN", 1)
+    own = [llm.client.submit([5], max_tokens=200, ignore_eos=True) for _ in range(3)]
+    assert len(llm.generate(["fine", "as well"], SamplingParams(max_tokens=2))) == 2
+    for request in own:
+        llm.client.abort(request)
 
 
 def test_arguments_that_cannot_be_sent_leave_nothing_behind(llm: LLM) -> None:
