@@ -116,7 +116,7 @@ def test_bad_values_are_refused_over_zmq_too(
         ({"structured_outputs": {"json": {(1, 2): 3}}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": msgspec.msgpack.Ext(5, b"")}}, "structured_outputs.json"),
     ],
-    ids=str,
+    ids=["key", "value", "name", "tuple", "extension"],
 )
 def test_what_only_msgpack_can_say_names_its_field(
     shared: FrontendProcess, change: dict[str, Any], param: str
