@@ -213,7 +213,12 @@ def test_a_worker_shows_whether_it_has_something_to_prepare(model: Path, tmp_pat
         page = page_path(str(tmp_path), "worker", 0)
         pool = ThreadPoolExecutor(1)
         served = pool.submit(server.serve)
-        until("nothing to prepare", lambda: (p := read_page(page)) and p.phase is Phase.WAITING)
+
+        def probe() -> Snapshot | None:
+            found = read_page(page)
+            return found if found is not None and found.phase is Phase.WAITING else None
+
+        until("nothing to prepare", probe)
         assert launcher.send(encode(StartEpoch(1, 2, 0, NUM_BLOCKS)))
         assert served.result(LIMIT_S).epoch == 1
         pool.shutdown()
