@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -9,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from nvserve.protocol.config import Config, ModelFacts
+from nvserve.protocol.progress import Phase
 from nvserve.scripts import embedded, python_child
+from nvserve.scripts.bench import engine
 from nvserve.scripts.bench.engine import format_table, parse_numbers
 from nvserve.scripts.bench.floors import Floors, StepFloor
 from nvserve.scripts.bench.latency import FURTHER, PARTS, latency, rig_figures
@@ -136,6 +139,37 @@ def test_a_list_of_other_things_than_positive_integers_is_refused(text: str) -> 
 def test_output_lengths_must_be_a_shorter_and_a_longer_one(text: str) -> None:
     with pytest.raises(click.BadParameter, match="shorter"):
         parse_output_lens(text)
+
+
+def status_of(*phases: Phase | None) -> dict[str, Any]:
+    """Of core, and of ranks in these phases."""
+    pages = [page and {"phase": page.name.lower()} for page in (Phase.SERVING, *phases)]
+    processes = [{"rank": rank - 1, "page": page} for rank, page in enumerate(pages)]
+    return {"state": "ready", "processes": processes}
+
+
+def test_workers_are_calm_when_all_of_them_wait_with_nothing_left_to_prepare() -> None:
+    waiting, ahead = Phase.WAITING, Phase.PREPARING_AHEAD
+    assert engine.are_calm(status_of(waiting))
+    assert engine.are_calm(status_of(waiting, waiting))
+    for phases in ([], [None], [ahead], [waiting, ahead], [Phase.FORWARD], [Phase.LOADING]):
+        assert not engine.are_calm(status_of(*phases))
+
+
+def test_a_step_is_timed_once_no_graph_is_left_and_the_wait_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch = SimpleNamespace(announcement=SimpleNamespace(url="http://127.0.0.1:8000"))
+    started = engine.Started(launch, 1.0, 1.0)  # type: ignore[arg-type]  # no engine of its own
+    phases = iter([Phase.FORWARD, Phase.PREPARING_AHEAD, Phase.PREPARING_AHEAD, Phase.WAITING])
+    monkeypatch.setattr(engine, "find_server", lambda port: Path(str(port)))
+    monkeypatch.setattr(engine, "order", lambda directory, asked: status_of(next(phases)))
+    started.settle()
+    assert not list(phases), "it looked until they were calm, and no further"
+    monkeypatch.setattr(engine, "SETTLE_LIMIT_S", 0.05)
+    monkeypatch.setattr(engine, "order", lambda *_: status_of(Phase.PREPARING_AHEAD))
+    with pytest.raises(engine.BenchError, match="still prepare themselves"):
+        started.settle()
 
 
 def test_a_model_that_is_neither_folder_nor_shape_is_one_clear_error() -> None:

@@ -15,16 +15,21 @@ from typing import Any, Final
 import click
 
 from nvserve.protocol.config import Config
+from nvserve.protocol.progress import Phase
 from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_folder
 from nvserve.scripts.bench.workloads import MAX_ID, Generate, Prompts
+from nvserve.scripts.control_socket import Reply
 from nvserve.scripts.embedded import LaunchFailed
 from nvserve.scripts.interrupts import raised_once
 from nvserve.scripts.launch import build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
+from nvserve.scripts.running import find_server, order
 
 REQUEST_LIMIT_S: Final = 3600.0  # for one workload
-SETTLE_S: Final = 3.0  # all graphs of an 8B took 1.8 s
+SETTLE_LIMIT_S: Final = 120.0  # all graphs of an 8B took 1.8 s
+CALM: Final = Phase.WAITING.name.lower()  # and not PREPARING_AHEAD
+LOOK_S: Final = 0.02  # between looks at the launcher's status
 
 
 class BenchError(click.ClickException):
@@ -79,16 +84,25 @@ class Started:
     llm: LLM
     start_s: float  # until it could be asked
     ready_s: float  # from starting the command to its ready line
-    has_graphs: bool  # more of which come in calm moments
     details: list[str] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Give workers with CUDA graphs the time to capture those that they lack.
+        """Wait until no worker has a CUDA graph left to capture.
 
-        They do so in calm moments, of which a benchmark leaves none, and tell nobody.
+        They do so in calm moments, of which a benchmark leaves none.
         """
-        if self.has_graphs:
-            time.sleep(SETTLE_S)
+        directory = find_server(int(self.llm.announcement.url.rpartition(":")[2]))
+        deadline_s = time.monotonic() + SETTLE_LIMIT_S
+        while not are_calm(order(directory, {"command": "status"})):
+            if time.monotonic() > deadline_s:
+                raise BenchError(f"workers still prepare themselves after {SETTLE_LIMIT_S:g} s")
+            time.sleep(LOOK_S)
+
+
+def are_calm(status: Reply) -> bool:
+    """Whether all workers wait for steps alone, as the launcher's status has it."""
+    pages = [one["page"] for one in status["processes"] if one["rank"] >= 0]
+    return bool(pages) and all(page is not None and page["phase"] == CALM for page in pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +238,8 @@ def started_engine(
         raise BenchError(str(error)) from error
     with llm:
         start_s = time.perf_counter() - begun_s
-        device = bench_config(model, options, needed_len).device
-        is_alone = options.tensor_parallel_size == 1  # ranks of a group capture all at the start
-        has_graphs = device == "cuda" and is_alone and not options.enforce_eager
         told = llm.announcement
-        yield Started(llm, start_s, told.start_s, has_graphs, told.details)
+        yield Started(llm, start_s, told.start_s, told.details)
 
 
 def generate_with(llm: LLM) -> Generate:
