@@ -208,11 +208,13 @@ def _allowed(ids: list[int] | None) -> list[int]:
     return ids or []
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str | int, float]) -> dict[int, float]:
     """Keys as ids. Only plain numbers count: int() would also take `" 5"`, `"1_0"` and `"05"`."""
     for key in bias:
-        if not _ID.fullmatch(key):
+        if not _ID.fullmatch(str(key)):
             raise invalid("logit_bias", "keys must be token ids")
+        if isinstance(key, int) and str(key) in bias:
+            raise invalid("logit_bias", f"has token {key} twice")
     return {int(key): value for key, value in bias.items()}
 
 

@@ -58,7 +58,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # token id as text -> bias
+    logit_bias: dict[str | int, float] | None = None  # token id, in JSON as text -> bias
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

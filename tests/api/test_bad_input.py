@@ -110,13 +110,15 @@ def test_bad_values_are_refused_over_zmq_too(
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"logit_bias": {5: 1.0}}, "params.logit_bias"),
+        ({"logit_bias": {5.5: 1.0}}, "params.logit_bias"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: 1.0, "5": 2.0}}, "logit_bias"),
         ({"logit_bias": {"5": "x"}}, "params.logit_bias[...]"),
         ({"structured_outputs": {5: 1}}, "params.structured_outputs"),
         ({"structured_outputs": {"json": {(1, 2): 3}}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": msgspec.msgpack.Ext(5, b"")}}, "structured_outputs.json"),
     ],
-    ids=["key", "value", "name", "tuple", "extension"],
+    ids=["key", "negative", "twice", "value", "name", "tuple", "extension"],
 )
 def test_what_only_msgpack_can_say_names_its_field(
     shared: FrontendProcess, change: dict[str, Any], param: str
@@ -126,6 +128,16 @@ def test_what_only_msgpack_can_say_names_its_field(
             client.generate("x", **change)
         assert (caught.value.status, caught.value.param) == (400, param)
         assert client.generate([5], max_tokens=2, temperature=0.0).token_ids == tokens_of([5], 2)
+
+
+@pytest.mark.parametrize("bias", [{5: -100.0, 77: 3}, {"5": -100.0, "77": 3}])
+def test_token_ids_of_a_bias_are_numbers_or_their_text(
+    frontend: FrontendProcess, core: FakeCore, bias: dict[str | int, float]
+) -> None:
+    with Client(frontend.endpoint) as client:
+        client.generate([5], max_tokens=2, logit_bias=bias)
+    [submit] = core.of_type(Submit)
+    assert submit.sampling.logit_bias == {5: -100.0, 77: 3.0}
 
 
 @pytest.mark.parametrize(("field", "value", "param"), HTTP_ONLY, ids=lambda v: str(v)[:24])
