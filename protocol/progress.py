@@ -38,6 +38,9 @@ class Phase(enum.IntEnum):
     PREPARING_AHEAD = 9  # a worker that waits, with graphs left to capture in calm moments
 
 
+IDLE: Final = frozenset({Phase.WAITING, Phase.PREPARING_AHEAD})  # of a worker without a step
+
+
 class Snapshot(NamedTuple):
     """One reading of a page."""
 

@@ -11,6 +11,7 @@ from nvserve.protocol.control import EpochBroken
 from nvserve.scripts.actions import Member
 
 SETTLE_S: Final = 0.1  # so long a broken epoch waits for the death that explains it
+DEATH_LIMIT_S: Final = 10.0  # the same where somebody is about to be dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class BrokenEpoch:
     def __init__(self) -> None:
         self.deadline = float("inf")  # when `take` returns it
         self._report: Report | None = None
+        self._noted_s = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -40,7 +42,7 @@ class BrokenEpoch:
     def note(self, member: Member, message: EpochBroken, now: float) -> None:
         if self._report is None:
             self._report = Report(member, message)
-            self.deadline = now + SETTLE_S
+            self._noted_s, self.deadline = now, now + SETTLE_S
 
     def clear(self) -> None:
         """A death explains it."""
@@ -50,7 +52,7 @@ class BrokenEpoch:
         """The report that no death has explained in time, once; one at hand is waited for."""
         if now < self.deadline:
             return None
-        if is_death_at_hand:  # whose cause is not known yet; if it takes too long, it is a hang
+        if is_death_at_hand and now < self._noted_s + DEATH_LIMIT_S:  # its cause is not known yet
             self.deadline = now + SETTLE_S
             return None
         report = self._report

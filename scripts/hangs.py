@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from nvserve.protocol.control import Role
-from nvserve.protocol.progress import Phase, Snapshot
+from nvserve.protocol.progress import IDLE, Phase, Snapshot
 
 # How many times --hang-timeout a phase may last without a beat; other phases get it once, and so
 # does a worker in any phase while its epoch serves, and whoever is stopped from outside.
@@ -34,7 +34,7 @@ class Observation:
     page: Snapshot | None  # None before its first beat
     started_s: float
     is_stopped: bool = False  # state T in /proc
-    is_exiting: bool = False  # dead, but not reaped yet; looked for while an epoch is broken
+    is_exiting: bool = False  # dead, not reaped yet; looked for in a broken epoch, and in silence
     is_serving: bool = False  # a rank of an epoch that serves: it has no slow phase
 
     @property
@@ -46,6 +46,11 @@ class Observation:
         is_slow = not (self.is_serving or self.is_stopped)
         slowness = SLOW_PHASES.get(self.phase, 1.0) if is_slow else 1.0
         return hang_timeout_s * slowness
+
+    @property
+    def hangs_by_itself(self) -> bool:
+        """Nobody stopped it, and it is not on its way out: what ended it is told by its death."""
+        return not (self.is_stopped or self.is_exiting)
 
     def silence_s(self, now: float, awake_since: float) -> float:
         """Seconds without a beat, not counting before `awake_since`, when nobody watched."""
@@ -76,7 +81,7 @@ def find_culprits(silent: list[Observation]) -> list[Observation]:
     behind = [seen for seen, count in zip(silent, entered, strict=True) if count == min(entered)]
     if len(behind) == 1:
         return behind
-    busy = [seen for seen in silent if seen.phase is not Phase.WAITING]
+    busy = [seen for seen in silent if seen.phase not in IDLE]
     return busy if len(busy) == 1 else silent
 
 

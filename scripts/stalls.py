@@ -4,7 +4,7 @@ Pure: progress pages in, a verdict out.
 """
 
 from nvserve.protocol.control import Role
-from nvserve.protocol.progress import Phase
+from nvserve.protocol.progress import IDLE, Phase
 from nvserve.scripts.hangs import Observation
 
 
@@ -25,8 +25,8 @@ class StallWatch:
         watched = [seen for seen in observations if seen.is_serving or seen.child.role is Role.CORE]
         steps: list[tuple[int, int]] = []
         for seen in watched:
-            wanted = Phase.SERVING if seen.child.role is Role.CORE else Phase.WAITING
-            if seen.page is None or seen.page.phase is not wanted:
+            wanted = {Phase.SERVING} if seen.child.role is Role.CORE else IDLE
+            if seen.page is None or seen.page.phase not in wanted:
                 steps = []
                 break
             steps.append((seen.page.epoch, seen.page.step))

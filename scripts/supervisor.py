@@ -156,7 +156,7 @@ class Supervisor:
             page=page,
             started_s=member.started_s,
             is_stopped=is_silent and child.is_stopped(),
-            is_exiting=self.policy.is_broken and child.is_exiting(),
+            is_exiting=(self.policy.is_broken or is_silent) and child.is_exiting(),
             is_serving=member.is_worker and self.policy.formation.stage is Stage.SERVING,
         )
 

@@ -29,7 +29,7 @@ def suspect_silent(
             workers.append(seen)
         elif not member.is_spare:
             text = describe(member.name, seen, now)
-            suspicions.append(Suspicion([member], text, is_crash=not seen.is_stopped))
+            suspicions.append(Suspicion([member], text, is_crash=seen.hangs_by_itself))
     if workers:
         suspicions.append(_suspect_workers(workers, members, now))
     return suspicions
@@ -45,5 +45,5 @@ def _suspect_workers(
         describe(member.name, seen, now) for member, seen in zip(found, culprits, strict=True)
     )
     if len(culprits) == 1 or all(seen.is_stopped for seen in culprits):
-        return Suspicion(found, text, is_crash=not culprits[0].is_stopped)
+        return Suspicion(found, text, is_crash=culprits[0].hangs_by_itself)
     return Suspicion(found[:1], f"no single culprit: {text}", Rung.WORKERS, is_crash=True)

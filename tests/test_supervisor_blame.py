@@ -230,16 +230,16 @@ def test_a_hold_ends_although_the_server_drains(name: str) -> None:
 # -- lost messages
 
 
+@pytest.mark.parametrize("idle", [Phase.WAITING, Phase.PREPARING_AHEAD])
 @pytest.mark.parametrize("core_phase", [Phase.WAITING, Phase.SERVING])
 def test_an_epoch_in_which_nothing_moves_is_renewed_when_core_has_requests(
-    core_phase: Phase,
+    core_phase: Phase, idle: Phase
 ) -> None:
     world = started()
     for _ in range(30):
         world.now += 0.25
         for child in world.alive:
-            phase = core_phase if child.role is Role.CORE else Phase.WAITING
-            world.beat(child, phase)
+            world.beat(child, core_phase if child.role is Role.CORE else idle)
         world.tick()
     assert (world.policy.formation.epoch > 0) is (core_phase is Phase.SERVING)
     assert not world.killed

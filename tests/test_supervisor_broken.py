@@ -3,7 +3,7 @@
 import pytest
 from supervisor_world import World, broken, started
 
-from nvserve.protocol.control import EpochBroken, Held, Role, State
+from nvserve.protocol.control import EpochBroken, Held, Role, StartEpoch, State
 from nvserve.scripts.hangs import ChildId
 
 
@@ -77,17 +77,22 @@ def test_a_dead_one_that_is_not_reaped_yet_is_waited_for_and_counted_once(role: 
     assert world.killed == []
 
 
-def test_a_dead_one_that_is_never_reaped_is_found_as_a_hang() -> None:
-    world = started(max_restarts=1)
+@pytest.mark.parametrize("hang_timeout_s", [5.0, 600.0])
+def test_a_dead_one_that_is_never_reaped_holds_nobody_up_and_is_no_crash(
+    hang_timeout_s: float,
+) -> None:
+    world = started(max_restarts=1, hang_timeout_s=hang_timeout_s)
     stuck = world.worker(1)
     world.beat(stuck)
-    world.exiting = {stuck}
+    world.exiting = world.mute = {stuck}
     broken(world, 0, named=-1)
-    for _ in range(24):
+    begun = world.now
+    while not world.killed:
         pass_time_without(world, stuck)
-    assert world.killed == [stuck]
+        assert world.now - begun < 25.0
+    assert stuck in world.killed
+    assert not world.orders(StartEpoch)[-1].is_blamed
     world.check()
-    assert world.policy.formation.epoch == 1
 
 
 def test_a_dying_spare_explains_no_broken_epoch() -> None:

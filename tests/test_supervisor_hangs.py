@@ -57,10 +57,11 @@ def test_of_two_silent_ranks_the_one_behind_in_collectives_is_at_fault() -> None
     world.check()
 
 
-def test_of_two_silent_ranks_level_in_collectives_the_busy_one_is_at_fault() -> None:
+@pytest.mark.parametrize("idle", [Phase.WAITING, Phase.PREPARING_AHEAD])
+def test_of_two_silent_ranks_level_in_collectives_the_busy_one_is_at_fault(idle: Phase) -> None:
     world = started()
     first, second = world.worker(0), world.worker(1)
-    silence(world, {first: (Phase.SAMPLING, 9), second: (Phase.WAITING, 9)}, 6.0)
+    silence(world, {first: (Phase.SAMPLING, 9), second: (idle, 9)}, 6.0)
     assert world.killed == [first]
 
 
