@@ -28,4 +28,4 @@ class EpochFault(Exception):
         self.rank = rank
         self.step = step
         self.reason = reason
-        self.is_blamed = is_blamed  # the requests of the step may be the cause
+        self.is_blamed = is_blamed  # requests in flight may be the cause

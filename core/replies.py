@@ -73,7 +73,7 @@ class Replies:
             )
 
     def strike(self, requests: list[Request]) -> None:
-        """Their counts of crashed steps, for the journal."""
+        """Their counts of crashes, for the journal."""
         if requests:
             request_ids = [request.request_id for request in requests]
             counts = [request.strikes for request in requests]

@@ -176,7 +176,10 @@ class Scheduler:
             self.submit(message, matcher)
 
     def leave_epoch(self) -> None:
-        """Preempt everybody; what is in flight is lost, and late reports of it are dropped."""
+        """Preempt everybody; what is in flight is lost.
+
+        Of late reports only a rank's own fault still counts: see _report_late.
+        """
         if self.batch is None or self.ledger is None:
             return
         self._last_epoch, self._last_involved = self.ledger.epoch, self.ledger.involved()

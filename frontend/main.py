@@ -34,6 +34,7 @@ from nvserve.protocol.control import (
     Ready,
     Searching,
     ToChild,
+    shorten,
 )
 from nvserve.protocol.descriptors import raise_limit
 from nvserve.protocol.progress import Phase
@@ -144,7 +145,7 @@ def main() -> None:
         tokenizer = Tokenizer(config.model, config.max_model_len)
         uvloop.run(_serve(child, tokenizer))
     except StartFailure as error:
-        child.send(Failed(str(error)))
+        child.send(Failed(shorten(str(error))))
         sys.exit(START_FAILURE)
 
 

@@ -114,7 +114,7 @@ class Submit(Message, frozen=True):
     arrival: float  # UNIX seconds; kept by a replay
     deadline: float = 0.0  # UNIX seconds, 0 = none
     priority: int = 0  # lower runs first
-    strikes: int = 0  # crashed steps this request was part of, as core told in Strikes
+    strikes: int = 0  # crashes while this request was in flight, as core told in Strikes
     is_replay: bool = False  # a replay is never refused for load
     salt: str = ""  # extra key of the prefix cache
 
@@ -208,7 +208,7 @@ class Emits(Message, frozen=True):
 
 
 class Strikes(Message, frozen=True):
-    """How many crashed steps these requests were part of, 0 = cleared; follows what they emitted.
+    """How many crashes found these requests in flight, 0 = cleared; follows what they emitted.
 
     The frontend sends it back with a replay, so that a search outlives the core that began it.
     """

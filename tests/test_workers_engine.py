@@ -62,6 +62,16 @@ def test_steps_come_after_the_warm_up_has_left_the_device(
     assert events == ["look", "warm-up", "look", "wait", "look", "wait", "look"]
 
 
+def test_a_warm_up_that_hangs_is_an_error_in_the_end(
+    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvserve.workers.engine.COMPILE_LIMIT_S", 0.1)
+    is_done = iter([True])
+    monkeypatch.setattr(TorchEngine, "_is_device_done", lambda _: next(is_done, False))
+    with pytest.raises(RuntimeError, match=r"the warm-up did not end in 0\.1 s"):
+        begin_epoch(make_engine(model[0], tmp_path), tmp_path)
+
+
 def test_a_rank_without_peers_compiles_while_it_loads(
     model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

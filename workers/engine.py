@@ -48,7 +48,7 @@ DTYPES: Final = {
     "float16": torch.float16,
 }
 CPU_WARM_UP_TOKENS: Final = 16
-COMPILE_LIMIT_S: Final = 100.0
+COMPILE_LIMIT_S: Final = 100.0  # also of what then runs
 
 
 class TorchEngine:
@@ -77,8 +77,7 @@ class TorchEngine:
 
     def _begin(self, start: StartEpoch, launch_dir: str, wait: Wait, report: Report) -> EpochReady:
         self._page.beat(Phase.LOADING if self._model is None else Phase.REBUILDING)
-        while not self._is_device_done():
-            wait(POLL_S)
+        self._await_device("the last epoch's steps", wait)
         began = time.monotonic()
         self._compile_s = 0.0
         model = self._load(start, report)
@@ -91,8 +90,7 @@ class TorchEngine:
         if not self._is_warm or self._parallel.size > 1:  # a new group has yet to connect
             self._compile(runner)
             runner.warm_up(self._num_warm_up_tokens(model.device))
-            while not self._is_device_done():  # what was staged for it is free for steps again
-                wait(POLL_S)
+            self._await_device("the warm-up", wait)  # what it staged is free for steps again
             self._is_warm = True
         warm = time.monotonic()
         if self._wants_graphs(runner):
@@ -147,6 +145,13 @@ class TorchEngine:
             if self._runner is not None:
                 self._runner.drop_graphs()
         self._parallel.leave()
+
+    def _await_device(self, what: str, wait: Wait) -> None:
+        give_up = time.monotonic() + COMPILE_LIMIT_S
+        while not self._is_device_done():
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"{what} did not end in {COMPILE_LIMIT_S:g} s")
+            wait(POLL_S)
 
     def _is_device_done(self) -> bool:
         """Has the device run all it was given?"""
@@ -204,7 +209,7 @@ class TorchEngine:
             self._page.beat(Phase.LOADING)
             report("weights", done)
 
-        parameters = model.parameters()
+        parameters = model.parameters()  # before a thread takes most layers off the model
         compiling = self._compile_ahead(model) if self._parallel.size == 1 else None
         if config.load_format == "dummy":
             loader.load_dummy(parameters, config.seed, report_weights)
@@ -213,7 +218,11 @@ class TorchEngine:
             loader.load(path, parameters, architecture.is_tied, report_weights)
         if compiling is not None:
             loaded = time.monotonic()
-            compiling.result(COMPILE_LIMIT_S)
+            try:
+                compiling.result(COMPILE_LIMIT_S)
+            except TimeoutError:
+                text = f"the kernels did not compile in {COMPILE_LIMIT_S:g} s"
+                raise RuntimeError(text) from None
             self._compile_s += time.monotonic() - loaded
             self._is_compiled = True
         return model

@@ -4,9 +4,9 @@ A bucket's graph is a whole step with the plain sampling tail. The first step wi
 one of the forward pass alone, behind which it samples eagerly. Rows behind the decode list point to
 the scratch slot, so a bucket may be wider than the list.
 
-Before a capture the whole step runs once, on rows that all are the scratch slot: what it needs is
-then compiled, loaded and allocated, and no request's blocks are touched. Rows of the list may be
-those of requests that ended, whose blocks are others' by now.
+Before a bucket's first capture the whole step runs once, on rows that all are the scratch slot:
+what its graphs need is then compiled, loaded and allocated, and no request's blocks are touched.
+Rows of the list may be those of requests that ended, whose blocks are others' by now.
 
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
 none, now and then the one that a step lacks most. Ranks of a group capture in step, since each
