@@ -41,6 +41,7 @@ def test_offsets_count_the_texts_characters(
     )
     columns = whole.choices[0].logprobs
     assert columns is not None
+    assert columns.text_offset is not None
     assert columns.text_offset == offsets_of(ids, skip_special=skip_special)
     assert whole.choices[0].text[columns.text_offset[-1] :] == "z"
     streamed: list[int] = []
