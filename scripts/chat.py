@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from nvserve.scripts.client_http import RequestFailed, first_model, stream_chat
-from nvserve.scripts.finite_float import FiniteFloat
+from nvserve.scripts.finite_float import FINITE
 from nvserve.scripts.interrupts import Interrupts, watched
 from nvserve.scripts.model_options import Chosen, model_options
 from nvserve.scripts.own_server import endpoint_or_own
@@ -15,7 +15,7 @@ from nvserve.scripts.own_server import endpoint_or_own
 @click.command(context_settings={"show_default": True})
 @click.option("--system", default=None, help="System message.")
 @click.option("--max-tokens", type=int, default=256, help="Tokens of one reply at most.")
-@click.option("--temperature", type=FiniteFloat(), default=0.8, help="0 is greedy.")
+@click.option("--temperature", type=FINITE, default=0.8, help="0 is greedy.")
 @model_options
 def chat(system: str | None, max_tokens: int, temperature: float, chosen: Chosen) -> None:
     """Talk to a model. Ctrl-C stops a reply, Ctrl-D leaves."""

@@ -10,10 +10,26 @@ class FiniteFloat(click.FloatRange):
     """A number of this range that is neither nan nor infinite."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
-        return number
+        return _finite(super().convert(value, param, ctx), self, param, ctx)
 
 
+class _AnyFiniteFloat(click.types.FloatParamType):
+    """One whose bounds are for others to check; a range without any would show as `x<=None`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _finite(super().convert(value, param, ctx), self, param, ctx)
+
+
+def _finite(
+    number: float,
+    kind: "click.ParamType[Any]",
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> float:
+    if not math.isfinite(number):
+        kind.fail(f"{number} is no finite number.", param, ctx)
+    return number
+
+
+FINITE: Final = _AnyFiniteFloat()
 SECONDS: Final = FiniteFloat(0, min_open=True)

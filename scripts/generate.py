@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from nvserve.scripts.client_http import RequestFailed, first_model, stream_completion
-from nvserve.scripts.finite_float import FiniteFloat
+from nvserve.scripts.finite_float import FINITE
 from nvserve.scripts.model_options import Chosen, model_options
 from nvserve.scripts.own_server import endpoint_or_own
 
@@ -15,8 +15,8 @@ from nvserve.scripts.own_server import endpoint_or_own
 @click.command(context_settings={"show_default": True})
 @click.argument("prompt")
 @click.option("--max-tokens", type=int, default=200, help="Tokens to generate at most.")
-@click.option("--temperature", type=FiniteFloat(), default=0.8, help="0 is greedy.")
-@click.option("--top-p", type=FiniteFloat(), default=1.0, help="Share of probability to draw from.")
+@click.option("--temperature", type=FINITE, default=0.8, help="0 is greedy.")
+@click.option("--top-p", type=FINITE, default=1.0, help="Share of probability to draw from.")
 @click.option("--seed", type=int, default=None, help="Same seed, same text.  [default: random]")
 @model_options
 def generate(

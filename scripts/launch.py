@@ -18,6 +18,7 @@ from nvserve.scripts.descriptors import TooFewDescriptors, check_limit
 from nvserve.scripts.device import has_gpu
 from nvserve.scripts.display import Display
 from nvserve.scripts.exit_codes import ExitCode
+from nvserve.scripts.finite_float import FINITE
 from nvserve.scripts.model_facts import (
     DEMO_MODEL,
     DEMO_NAME,
@@ -164,7 +165,9 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
 )
 @click.option("--block-size", type=int, default=16, help="Tokens in a KV block.")
 @click.option("--num-kv-blocks", type=int, default=0, help="Exact pool size, 0 to measure.")
-@click.option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the card to use.")
+@click.option(
+    "--gpu-memory-utilization", type=FINITE, default=0.9, help="Share of the card to use."
+)
 @click.option(
     "--enable-prefix-caching/--no-enable-prefix-caching",
     default=True,
@@ -191,14 +194,14 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
 @click.option(
     "--request-timeout",
     "request_timeout_s",
-    type=float,
+    type=FINITE,
     default=0.0,
     help="Seconds a request may take by default, 0 for no limit.",
 )
 @click.option(
     "--shutdown-timeout",
     "shutdown_timeout_s",
-    type=float,
+    type=FINITE,
     default=30.0,
     help="Seconds running requests get after Ctrl-C or SIGTERM.",
 )
@@ -239,17 +242,17 @@ def _refuse_key(context: click.Context, param: click.Parameter, value: str | Non
     default=5,
     help="Unplanned deaths within --restart-window before giving up.",
 )
-@click.option("--restart-window", "restart_window_s", type=float, default=60.0, help="Seconds.")
+@click.option("--restart-window", "restart_window_s", type=FINITE, default=60.0, help="Seconds.")
 @click.option("--spares", "num_spares", type=int, default=1, help="Warm spare workers, 0 or 1.")
 @click.option(
     "--hang-timeout",
     "hang_timeout_s",
-    type=float,
+    type=FINITE,
     default=5.0,
     help="Seconds of silence that count as a hang.",
 )
-@click.option("--sim-step-ms", type=float, default=0.0, help="--device sim: fixed part of a step.")
-@click.option("--sim-token-ms", type=float, default=0.0, help="--device sim: part of each token.")
+@click.option("--sim-step-ms", type=FINITE, default=0.0, help="--device sim: fixed part of a step.")
+@click.option("--sim-token-ms", type=FINITE, default=0.0, help="--device sim: part of each token.")
 @click.option("--enable-faults", is_flag=True, help="Accept `nvserve fault`: for tests only.")
 @click.option("--seed", type=int, default=0, help="Of dummy weights and of drawn request seeds.")
 @click.option(

@@ -4,6 +4,7 @@ import time
 
 import click
 
+from nvserve.scripts.finite_float import SECONDS
 from nvserve.scripts.running import Refused, find_server, order, process_name
 
 POLL_S = 0.05
@@ -12,7 +13,7 @@ POLL_S = 0.05
 @click.command(context_settings={"show_default": True})
 @click.argument("process", nargs=-1, required=True)
 @click.option("--port", type=int, default=None, help="Of the server, when several are running.")
-@click.option("--timeout", "timeout_s", type=float, default=120.0, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=SECONDS, default=120.0, help="Seconds to wait.")
 def restart(process: tuple[str, ...], port: int | None, timeout_s: float) -> None:
     """Restart PROCESS: `worker N`, `core` or `frontend`.
 

@@ -74,6 +74,28 @@ def test_every_listed_command_exists() -> None:
             assert getattr(importlib.import_module(module), attribute).get_short_help_str()
 
 
+def test_no_help_shows_a_bound_that_is_none() -> None:
+    for group in (cli.COMMANDS, cli.BENCHMARKS):
+        for name, (module, attribute, _) in group.items():
+            command = getattr(importlib.import_module(module), attribute)
+            text = command.get_help(click.Context(command, info_name=name))
+            assert not re.search(r"[<>=]None|None[<>=]", text), text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_of_the_server_must_be_finite(value: str, tmp_path: Path) -> None:
+    flags = ["--gpu-memory-utilization", "--request-timeout", "--shutdown-timeout",
+             "--restart-window", "--hang-timeout", "--sim-step-ms", "--sim-token-ms"]  # fmt: skip
+    lines = [["launch", flag, value] for flag in flags] + [["restart", "core", "--timeout", value]]
+    for line in lines:
+        result = run(*line)
+        assert result.exit_code == ExitCode.USAGE, line
+        assert f"Invalid value for '{line[-2]}': {value}" in result.output
+    path = tmp_path / "c.toml"
+    path.write_text(f"hang-timeout = {value}")
+    assert "no finite number" in run("launch", "--config", str(path)).output
+
+
 def test_the_demo_model_is_the_default() -> None:
     config = config_of()
     assert config.model == str(DEMO_MODEL.resolve())

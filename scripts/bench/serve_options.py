@@ -14,7 +14,7 @@ import click
 
 from nvserve.scripts.bench import datasets, report
 from nvserve.scripts.bench.output_file import OutputFile, why_unusable
-from nvserve.scripts.finite_float import SECONDS, FiniteFloat
+from nvserve.scripts.finite_float import FINITE, SECONDS, FiniteFloat
 
 RANDOM_LEN_HELP: Final = "Tokens, for --dataset-name random."
 
@@ -193,9 +193,7 @@ FLAGS: Final = (
         default=None,
         help="Ask for exactly the output length.  [default: for random]",
     ),
-    click.option(
-        "--temperature", type=FiniteFloat(), default=None, help="[default: the server's own]"
-    ),
+    click.option("--temperature", type=FINITE, default=None, help="[default: the server's own]"),
     click.option("--extra-body", default="{}", callback=_object, help="JSON for every request."),
     click.option("--seed", type=int, default=0, help="Of prompts, lengths and arrival times."),
     click.option("--percentile-metrics", default="ttft,tpot,itl,e2el", callback=_metrics),
