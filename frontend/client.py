@@ -32,9 +32,6 @@ from nvserve.protocol.client_messages import (
 CONNECT_LIMIT_S: Final = 30.0  # for the server's Welcome, restarts of the server included
 TICK_S: Final = 0.1  # between looks at the clock while waiting
 MAX_FRAMES_AT_ONCE: Final = 256  # then the caller gets its pieces and its clock is looked at
-# Frames that wait to be sent: they are of open requests, which are kept anyway, and a wait for room
-# would hide that the connection is lost.
-UNBOUNDED: Final = 0
 CLOSED: Final = "this client is closed"
 
 
@@ -62,7 +59,7 @@ class Client:
         self._connect_limit_s: Final = connect_limit_s
         self._has_ended: Final = has_ended
         self._context: Final = zmq.Context()
-        self._context.setsockopt(zmq.SNDHWM, UNBOUNDED)
+        self._is_closed = False
         self._session: Final = Session()
         self._thread: Final = OneThread("this client")
         self._link: Link | None = None
@@ -84,9 +81,9 @@ class Client:
         sent is a TypeError or ValueError by name, or a RequestError when it is too large.
         """
         with self._thread:
-            self._connect()
+            link = self._connect()
             request, frame = open_request(self._session, prompt, emitted, params)
-            self._note_request()
+            link.note(is_waiting=True)
             try:
                 self._send(frame)
             except BaseException:
@@ -130,18 +127,28 @@ class Client:
         """End a request; harmless when it is over."""
         with self._thread:
             message = self._session.close(request)
-            if message is not None and self._link is not None:
+            if self._link is None:
+                return
+            self._link.note(bool(self._session.requests))
+            if message is not None:
                 self._send(encode_client(message))
 
     # -- connection ------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave; the server aborts what is open."""
-        with self._thread:
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-            self._context.destroy(linger=0)
+    def close(self, *, limit_s: float = 0.0) -> None:
+        """Leave; the server aborts what is open. RuntimeError if another thread is still using it.
+
+        A signal handler may do so within a call of its own thread: the sockets go as that ends.
+        """
+        with self._thread.within(limit_s):
+            self._is_closed = True
+            self._thread.at_end(self._destroy)
+
+    def _destroy(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
@@ -154,20 +161,17 @@ class Client:
     ) -> None:
         self.close()
 
-    def _connect(self) -> None:
-        """Have a connection that was welcomed."""
-        if self._context.closed:
+    def _connect(self) -> Link:
+        """Have a connection that was welcomed, and was not silent since."""
+        if self._is_closed:
             raise RuntimeError(CLOSED)
         if self._link is None:
             self._lost_since = time.monotonic()
             self._relink()
         assert self._link is not None, "just opened"
-        while not self._link.is_welcome:
+        while not self._link.is_welcome or self._link.is_lost(bool(self._session.requests)):
             self._pump(time.monotonic() + self._connect_limit_s)
-
-    def _note_request(self) -> None:
-        if self._link is not None and len(self._session.requests) == 1:
-            self._link.heard = time.monotonic()  # an idle server sends no beats
+        return self._link
 
     def _relink(self) -> None:
         if self._link is not None:
@@ -187,7 +191,7 @@ class Client:
             self._pump_alone(deadline)
 
     def _pump_alone(self, deadline: float) -> None:
-        if self._context.closed:
+        if self._is_closed:
             raise RuntimeError(CLOSED)
         link = self._link
         assert link is not None, "requests follow a connection"
@@ -213,7 +217,7 @@ class Client:
                 frame = link.socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            link.heard = time.monotonic()
+            link.hear()
             self._session.take(decode_to_client(frame))
             if self._session.welcome is not None and not link.is_welcome:
                 link.is_welcome = True
@@ -236,7 +240,6 @@ class AsyncClient:
         self._hello: Final = Hello(version=CLIENT_PROTOCOL, api_key=api_key)
         self._connect_limit_s: Final = connect_limit_s
         self._context: Final = zmq.asyncio.Context()
-        self._context.setsockopt(zmq.SNDHWM, UNBOUNDED)
         self._session: Final = Session()
         self._link: Link | None = None
         self._news: dict[int, asyncio.Event] = {}
@@ -251,8 +254,8 @@ class AsyncClient:
         await self._connect()
         request, frame = open_request(self._session, prompt, emitted, params)
         self._news[request.submit.id] = asyncio.Event()
-        if self._link is not None and len(self._session.requests) == 1:
-            self._link.heard = time.monotonic()  # an idle server sends no beats
+        if self._link is not None:
+            self._link.note(is_waiting=True)
         try:
             await self._send(frame)
         except BaseException:  # a cancelled task among them
@@ -304,7 +307,9 @@ class AsyncClient:
         """End a request; harmless when it is over."""
         self._news.pop(request.submit.id, None)
         message = self._session.close(request)
-        if message is not None and self._link is not None:
+        if self._link is not None:
+            self._link.note(bool(self._session.requests))
+        if message is not None:
             await self._send(encode_client(message))
 
     # -- connection ------------------------------------------------------------------------------
@@ -379,7 +384,7 @@ class AsyncClient:
 
     async def _receive(self, link: Link) -> None:
         frame = await link.socket.recv()
-        link.heard = time.monotonic()
+        link.hear()
         request = self._session.take(decode_to_client(frame))
         if request is not None and request.submit.id in self._news:
             self._news[request.submit.id].set()
