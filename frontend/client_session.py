@@ -6,7 +6,6 @@ that make every open request go on where it stands. Knows no socket and no clock
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +23,7 @@ from nvserve.protocol.client_messages import (
     TokenLogprob,
     Welcome,
 )
-from nvserve.protocol.messages import pack_ids, unpack_ids
+from nvserve.protocol.messages import unpack_ids
 
 
 class RequestError(Exception):
@@ -108,22 +107,18 @@ class Session:
         self._counter = 0
 
     def open(
-        self,
-        prompt: str | Sequence[int],
-        params: ClientParams,
-        emitted: Sequence[int] = (),
+        self, prompt: str, prompt_ids: bytes, params: ClientParams, emitted: "array[int]"
     ) -> Request:
         """A new request; the caller sends its `submit`. `emitted` ids are not put out again."""
         self._counter += 1
-        is_text = isinstance(prompt, str)
         submit = Submit(
             id=self._counter,
-            prompt=prompt if isinstance(prompt, str) else "",
-            prompt_ids=b"" if is_text else pack_ids([int(token) for token in prompt]),
+            prompt=prompt,
+            prompt_ids=prompt_ids,
             params=params,
-            emitted=pack_ids(list(emitted)),
+            emitted=emitted.tobytes(),
         )
-        request = Request(submit, seed=params.seed, output=array("i", emitted))
+        request = Request(submit, seed=params.seed, output=emitted[:])
         self.requests[submit.id] = request
         return request
 

@@ -6,7 +6,7 @@ no socket.
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -19,7 +19,9 @@ from nvserve.protocol.client_messages import (
     encode_client,
 )
 
-NOT_ENCODED = (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError)
+NO_PROMPT: Final = "neither a string nor a list of token ids"
+NO_IDS: Final = "no list of token ids"
+NOT_ENCODED: Final = (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
 @runtime_checkable
@@ -42,7 +44,7 @@ def as_sequence(given: object) -> Sequence[object] | None:
     return rows if isinstance(rows, list) else None
 
 
-def token_ids(given: object, name: str) -> "array[int]":
+def token_ids(given: object, name: str, *, refusal: str = NO_PROMPT) -> "array[int]":
     """Ids as int32; TypeError for anything but a sequence of integers, ValueError beyond 32 bits.
 
     Whether the model has such tokens is for the server to say.
@@ -57,10 +59,7 @@ def token_ids(given: object, name: str) -> "array[int]":
             pass
         except OverflowError as error:
             raise ValueError(f"{name} holds a token id that does not fit in 32 bits") from error
-    raise TypeError(
-        f"{name} is neither a string nor a list of token ids, "
-        f"but {type(given).__name__}: {given!r:.60}"
-    )
+    raise TypeError(f"{name} is {refusal}, but {type(given).__name__}: {given!r:.60}")
 
 
 def open_request(
@@ -72,10 +71,9 @@ def open_request(
     """A new request and its frame; one that cannot be sent is not kept, to be sent again later."""
     text = prompt if isinstance(prompt, str) else ""
     column = b"" if isinstance(prompt, str) else token_ids(prompt, "prompt").tobytes()
-    request = session.open(text, ClientParams(**params), token_ids(emitted, "emitted"))
+    held = token_ids(emitted, "emitted", refusal=NO_IDS)
+    request = session.open(text, column, ClientParams(**params), held)
     try:
-        if column:
-            request.submit = msgspec.structs.replace(request.submit, prompt_ids=column)
         return request, frame_of(request.submit)
     except BaseException:
         session.close(request)

@@ -1,5 +1,6 @@
 """The submit of the Python clients: what cannot be sent is told by its name, and not kept."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_a_request_closed_while_others_are_resubmitted_is_not_sent() -> None:
     assert sent.id == first.submit.id
     session.close(second)
     assert not list(frames)
+
+
+@pytest.mark.parametrize("emitted", ["abc", b"abc", ["5"], 5], ids=repr)
+def test_emitted_ids_are_not_asked_for_as_a_prompt_is(emitted: Any) -> None:
+    session = Session()
+    with pytest.raises(TypeError, match=r"^emitted is no list of token ids, but "):
+        open_request(session, "x", emitted, {})
+    assert not session.requests
+
+
+def test_the_callers_own_array_is_not_what_output_is_added_to() -> None:
+    session, held = Session(), array("i", [9])
+    request, _ = open_request(session, [5], held, {})
+    session.take(Emit(id=request.submit.id, first=1, tokens=pack_ids([10])))
+    assert (held.tolist(), request.output.tolist()) == ([9], [9, 10])
 
 
 def test_ids_travel_as_they_were_given() -> None:
