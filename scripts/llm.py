@@ -32,9 +32,10 @@ from nvserve.frontend.params import derive_seed
 from nvserve.protocol.client_messages import ClientParams, TokenLogprob
 from nvserve.scripts.embedded import EmbeddedLaunch, LaunchFailed, Words
 from nvserve.scripts.model_facts import DEMO_MODEL
-from nvserve.scripts.prompts import Prompt, check_prompts
+from nvserve.scripts.prompts import Prompt, check_prompts, check_unicode
 
 CLOSED: Final = "this LLM is closed"
+CLOSE_LIMIT_S: Final = 5.0  # for another thread's use of the client, once the engine is gone
 MAX_OPEN: Final = 1000  # requests at the server at once; below what one connection may have open
 
 
@@ -184,12 +185,13 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as a prompt has them, BOS included where the model wants one."""
+        check_unicode(text, "text")
         return self._encode_all([text])[0].tolist()
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:
             raise LaunchFailed(CLOSED)
-        if not self._launch.is_running:  # a full send queue would hide it for a while
+        if not self._launch.is_running:  # told before anything is encoded or sent
             raise LaunchFailed(self._launch.last_words())
 
     def _encode_all(self, prompts: "Sequence[str | array[int]]") -> "list[array[int]]":
@@ -223,12 +225,12 @@ class LLM:
                     send_next()
                 for _ in self.client.pieces(requests[place], deadline_s - time.monotonic()):
                     fill()
-        except ServerGone as error:
-            raise LaunchFailed(f"{error}\n{self._launch.last_words()}") from error
-        except RequestError as error:
-            if self._finalizer.alive:
-                raise
-            raise LaunchFailed(CLOSED) from error  # by another thread meanwhile
+        except (ServerGone, RequestError, RuntimeError) as error:
+            if not self._finalizer.alive:  # by another thread or a signal handler meanwhile
+                raise LaunchFailed(CLOSED) from error
+            if isinstance(error, ServerGone):
+                raise LaunchFailed(f"{error}\n{self._launch.last_words()}") from error
+            raise
         finally:
             if self._launch.is_running:
                 for request in requests:
@@ -239,14 +241,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the processes and wait until they are gone; harmless when repeated."""
-        if not self._turn.acquire(blocking=False):  # by another thread: this ends its call
-            self._finalizer()
-            self._turn.acquire()
-        try:
-            self.client.close()
-        finally:
-            self._finalizer()
-            self._turn.release()
+        self._finalizer()  # first: it ends what other threads wait for
+        with self._turn:
+            self.client.close(limit_s=CLOSE_LIMIT_S)
 
     def __enter__(self) -> Self:
         return self

@@ -40,11 +40,11 @@ def _check(prompt: object, name: str) -> "str | array[int]":
     if not len(checked):
         raise ValueError(f"{name} is empty")
     if isinstance(checked, str):
-        _check_unicode(checked, name)
+        check_unicode(checked, name)
     return checked
 
 
-def _check_unicode(text: str, name: str) -> None:
+def check_unicode(text: str, name: str) -> None:
     """ValueError for half a surrogate pair, which is no text."""
     try:
         text.encode()

@@ -226,6 +226,9 @@ def test_an_empty_prompt_is_refused_by_its_index_as_over_http(llm: LLM) -> None:
 def test_half_a_surrogate_pair_is_refused_by_its_index(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 is not valid Unicode: .*ud800.* character 3"):
         llm.generate(["fine", "bad\ud800"])
+    with pytest.raises(ValueError, match=r"text is not valid Unicode: .*ud800.* character 0"):
+        llm.encode("\ud800")
+    assert len(llm.encode("")) < len(llm.encode("a"))
 
 
 def test_hundreds_of_long_prompts_are_on_their_way_at_once(
@@ -339,8 +342,41 @@ def test_closing_while_another_thread_waits_for_answers_ends_its_call() -> None:
         call = pool.submit(engine.generate, [[5]] * 3000, params)
         assert has_begun.wait(WAIT_S)
         engine.close()
-        with pytest.raises(LaunchFailed):
+        with pytest.raises(LaunchFailed, match="this LLM is closed"):
             call.result(WAIT_S)
+
+
+def test_closing_while_another_thread_is_using_the_client_ends_that_first() -> None:
+    with start("sim") as engine, ThreadPoolExecutor(1) as pool:
+        is_held = threading.Event()
+
+        def hold() -> None:
+            with engine.client._thread:
+                is_held.set()
+                wait_until("the end", lambda: not engine._launch.is_running)
+
+        other = pool.submit(hold)
+        assert is_held.wait(WAIT_S)
+        engine.close()
+        other.result(WAIT_S)
+        assert engine.client._context.closed
+
+
+def test_a_signal_handler_that_closes_ends_the_call_that_it_interrupts() -> None:
+    def ask_for_ever(engine: LLM) -> None:
+        while True:
+            engine.generate([[5]] * 100, SamplingParams(max_tokens=200, ignore_eos=True))
+
+    with start("sim") as engine:
+        before = signal.signal(signal.SIGALRM, lambda *_: engine.close())
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(LaunchFailed, match="this LLM is closed"):
+                ask_for_ever(engine)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        assert engine.client._context.closed
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nvserve.frontend.client_submit import token_ids
-from nvserve.scripts.prompts import check_prompts
+from nvserve.scripts.prompts import check_prompts, check_unicode
 
 NO_PROMPT = "neither a string nor a list of token ids"
 
@@ -76,6 +76,12 @@ def test_what_has_no_order_is_no_list_of_prompts(prompts: object) -> None:
 def test_what_is_no_prompt_is_refused_by_its_number(prompts: object) -> None:
     with pytest.raises(TypeError, match=f"prompt 0 is {NO_PROMPT}"):
         check_prompts(prompts)
+
+
+def test_half_a_surrogate_pair_is_told_with_its_place() -> None:
+    check_unicode("", "text")
+    with pytest.raises(ValueError, match=r"^text is not valid Unicode: .*ud800.* character 1$"):
+        check_unicode("a\ud800", "text")
 
 
 def test_bytes_are_no_token_ids_and_the_error_names_them() -> None:
