@@ -69,7 +69,7 @@ class Asking:
     def _make_prompts(self) -> list[list[int]]:
         """Of lengths around borders; some begin alike, some go on where others end."""
         draw, size = self._draw, self._block_size
-        bases = [[random.Random(base).randrange(VOCAB) for _ in range(64)] for base in range(3)]
+        bases = [random.Random(base).choices(range(VOCAB), k=LONGEST) for base in range(3)]
         bases[1][: 2 * size] = bases[0][: 2 * size]
         bases[2][: size + 2] = bases[0][: size + 2]
         prompts = []
