@@ -36,7 +36,7 @@ from nvserve.core.request import Request
 from nvserve.core.scheduler import Scheduler
 from nvserve.protocol.messages import FinishReason, Submit
 
-NUM_SEEDS: Final = 15  # for each block size
+NUM_SEEDS: Final = 12  # for each block size
 SCALE: Final = float(os.environ.get("NVSERVE_TEST_SCALE", "0.1"))
 MAX_TURNS: Final = 5000  # of one wave; none takes a tenth of that
 LONGEST: Final = 48  # prompt
