@@ -64,8 +64,8 @@ _THIN_SHARES: Final = SkinnyCut(16, 256, 4, 2, 2, equal_shares=True)
 _SHARES: Final = SkinnyCut(64, 256, 4, 4, equal_shares=True)
 _WIDE: Final = SkinnyCut(64, 128, 4, 4)
 
-# Where strips may be ours. One row has thousands of them, and more squares than are worth adding.
-_DEFERRED_ROWS: Final = range(2, 129)
+# One row is its own strip's sum 2048 times; and cuBLAS does most of what has more rows.
+_DEFERRED_ROWS: Final = range(2, 33)
 _MOST_SQUARES: Final = 128  # of a row, which all programs of the next matmul add up
 
 
