@@ -3,7 +3,7 @@
 A decode step with few rows only streams weights. Where that was measured faster than cuBLAS, our
 Triton kernels do it: for one row on the ordinary units (matmul_triton.py), for more on the matrix
 units (matmul_strips.py). They fetch weights before the kernel ahead of them has finished, which
-cuBLAS cannot. With them the norm between two matmuls needs no kernel either: see DeferredNorm.
+cuBLAS cannot.
 
 T tokens, K inputs, N outputs.
 """
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from nvserve.kernels.activation import silu_and_mul
 from nvserve.kernels.dispatch import HAS_TRITON
-from nvserve.kernels.norm import DeferredNorm, add_rms_norm
 
 
 class SkinnyCut(NamedTuple):
@@ -63,10 +62,6 @@ _DEEP: Final = SkinnyCut(64, 256, 5, 4)
 _THIN_SHARES: Final = SkinnyCut(16, 256, 4, 2, 2, equal_shares=True)
 _SHARES: Final = SkinnyCut(64, 256, 4, 4, equal_shares=True)
 _WIDE: Final = SkinnyCut(64, 128, 4, 4)
-
-# One row is its own strip's sum 2048 times; and cuBLAS does most of what has more rows.
-_DEFERRED_ROWS: Final = range(2, 33)
-_MOST_SQUARES: Final = 128  # of a row, which all programs of the next matmul add up
 
 
 def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> SkinnyCut | None:
@@ -130,67 +125,29 @@ def _has_room(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _cut(num_tokens: int, weight: torch.Tensor, is_gated: bool = False) -> SkinnyCut | None:
-    if not (HAS_TRITON and weight.is_cuda) or num_tokens == 0 or not _has_room(weight.device):
+def _cut(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> SkinnyCut | None:
+    if not (HAS_TRITON and x.is_cuda) or x.shape[0] == 0:
+        return None
+    if not _has_room(x.device):
         return None
     if is_gated:
-        return gated_cut(num_tokens, weight.shape[0] // 2, weight.shape[1], weight.dtype)
-    return skinny_cut(num_tokens, weight.shape[0], weight.shape[1], weight.dtype)
-
-
-def takes_deferred(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether linear() of this weight takes the deferred norm of so many rows."""
-    return num_tokens in _DEFERRED_ROWS and _cut(num_tokens, weight) is not None
-
-
-def num_squares(num_tokens: int, weight: torch.Tensor) -> int:
-    """Of each row that linear_add_norm leaves for so many; 0 where it cannot defer the norm."""
-    cut = _cut(num_tokens, weight) if num_tokens in _DEFERRED_ROWS else None
-    if cut is None:
-        return 0
-    count = 1 << (-(-weight.shape[0] // cut.outputs) - 1).bit_length()
-    return count if count <= _MOST_SQUARES else 0
-
-
-def linear_add_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    *,
-    may_defer: bool,
-) -> torch.Tensor | DeferredNorm:
-    """Add linear(x, weight) to residual [T, N] in place; the RMS norm of the sum.
-
-    It is deferred where that pays and its reader, which is linear(), linear_silu_mul() or finish(),
-    takes it.
-    """
-    count = num_squares(len(x), weight) if may_defer else 0
-    cut = _cut(len(x), weight)
-    if count and cut is not None:
-        from nvserve.kernels import matmul_triton
-
-        squares = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
-        return matmul_triton.linear_deferred_norm(x, weight, residual, norm, eps, cut, squares)
-    return add_rms_norm(linear(x, weight), residual, norm, eps)[0]
+        return gated_cut(x.shape[0], weight.shape[0] // 2, weight.shape[1], x.dtype)
+    return skinny_cut(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)
 
 
 def linear(
-    x: torch.Tensor | DeferredNorm,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype.
 
-    Written to `out` where that is given, which is contiguous, and then without a bias. A deferred
-    norm is for the weights that takes_deferred() names.
+    Written to `out` where that is given, which is contiguous, and then without a bias.
     """
     assert out is None or bias is None
-    cut = _cut(len(x), weight)
+    cut = _cut(x, weight)
     if cut is None:
-        assert isinstance(x, torch.Tensor), "cuBLAS scales no rows"
         return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
     # Triton is absent from CPU-only installs, so its kernels load with their first use.
     from nvserve.kernels import matmul_triton
@@ -199,17 +156,11 @@ def linear(
 
 
 def linear_silu_mul(
-    x: torch.Tensor | DeferredNorm, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(gate) * up of linear(x) [T, 2 * I], gate first: [T, I]. One kernel where that pays.
-
-    A deferred norm comes without a bias.
-    """
-    assert bias is None or isinstance(x, torch.Tensor), "the bias is not to be scaled"
-    cut = _cut(len(x), weight, is_gated=True)
+    """silu(gate) * up of linear(x) [T, 2 * I], gate first: [T, I]. One kernel where that pays."""
+    cut = _cut(x, weight, is_gated=True)
     if cut is None:
-        if isinstance(x, DeferredNorm):
-            return silu_and_mul(linear(x.rows, weight), x)
         return silu_and_mul(linear(x, weight, bias))
     from nvserve.kernels import matmul_triton
 

@@ -5,10 +5,6 @@ which each program takes a run, so that every multiprocessor has the same to rea
 shape. A run may cover the end of one strip, some whole ones and the start of another. What covers
 a strip alone writes its outputs; otherwise each program leaves its sums in float32, and the last
 to arrive adds them, in an order that does not depend on who that is: the same bits in every run.
-
-With a DeferredNorm no kernel stands between two matmuls. The one before adds what it found to the
-residual, multiplies by the norm's weights, and leaves each strip's squares; the one after adds
-those up, and multiplies its outputs by what the norm would have multiplied its inputs by.
 """
 
 from typing import Final, NamedTuple
@@ -18,7 +14,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvserve.kernels.activation_triton import silu_mul
 from nvserve.kernels.launch import (
     inputs_ready,
     jit,
@@ -29,8 +24,6 @@ from nvserve.kernels.launch import (
     start_next,
 )
 from nvserve.kernels.matmul import SkinnyCut
-from nvserve.kernels.norm import DeferredNorm
-from nvserve.kernels.norm_triton import norm_scale
 
 # The least that is allocated, enough for any cut in use.
 _SUMS_PER_SM: Final = 2 * 8192
@@ -78,68 +71,44 @@ def workspace(device: torch.device, num_sums: int, num_strips: int) -> Workspace
 
 
 @jit
+def silu_mul(gate, up):  # type: ignore[no-untyped-def]
+    """silu(gate) * up, in float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
 def _write(  # type: ignore[no-untyped-def]
     acc,
     up_acc,
     bias_ptr,
     out_ptr,
-    residual_ptr,
-    norm_ptr,
-    left_ptr,
-    squares,
-    eps,
     strip,
     num_tokens,
     outputs,
-    inputs,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    LEFT: tl.constexpr,
     SWAPPED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """The outputs of one strip, from its sums over all inputs."""
     row_axis: tl.constexpr = 1 if SWAPPED else 0
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     rows = strip * ROWS + tl.arange(0, ROWS)
-    tokens = tl.arange(0, TOKENS)
     rows_wide = tl.expand_dims(rows, 1 - row_axis)
-    tokens_wide = tl.expand_dims(tokens, row_axis)
-    at = tokens_wide * outputs + rows_wide
-    mask = (rows_wide < outputs) & (tokens_wide < num_tokens)
+    tokens_wide = tl.expand_dims(tl.arange(0, TOKENS), row_axis)
     out = acc
-    if SCALED:
-        scale = tl.expand_dims(norm_scale(squares, inputs, eps), row_axis)
-        out *= scale
     if BIAS:
         bias = tl.load(bias_ptr + rows, mask=rows < outputs, other=0.0)
         out += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
     if GATED:
         up = up_acc
-        if SCALED:
-            up *= scale
         if BIAS:
             bias = tl.load(bias_ptr + outputs + rows, mask=rows < outputs, other=0.0)
             up += tl.expand_dims(bias.to(tl.float32), 1 - row_axis)
         out = silu_mul(out, up)
-    if LEFT:
-        # Rounded as it is where the sum is a kernel of its own.
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        rounded = (out.to(dtype).to(tl.float32) + residual).to(dtype)
-        tl.store(residual_ptr + at, rounded, mask=mask)
-        out = tl.where(mask, rounded.to(tl.float32), 0.0)
-        left_at = left_ptr + tokens * LEFT + strip
-        in_tokens = tokens < num_tokens
-        tl.store(left_at, tl.sum(out * out, axis=row_axis), mask=in_tokens)
-        # LEFT is a power of two: some strips fill up what others have not.
-        left_at += tl.cdiv(outputs, ROWS)
-        is_padding = in_tokens & (strip + tl.cdiv(outputs, ROWS) < LEFT)
-        tl.store(left_at, tl.zeros([TOKENS], tl.float32), mask=is_padding)
-        weight = tl.load(norm_ptr + rows, mask=rows < outputs, other=0.0).to(tl.float32)
-        out *= tl.expand_dims(weight, 1 - row_axis)
-    tl.store(out_ptr + at, out.to(dtype), mask=mask)
+    out_at = out_ptr + tokens_wide * outputs + rows_wide
+    out_mask = (rows_wide < outputs) & (tokens_wide < num_tokens)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @jit
@@ -223,15 +192,8 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     outputs,
     inputs,
-    residual_ptr,  # this and the next two where LEFT, else None
-    norm_ptr,  # weights
-    left_ptr,  # squares of the sums, [num_tokens, LEFT]
-    squares_ptr,  # of x, [num_tokens, SQUARES]; this and the next where SQUARES, else None
-    eps,
     GATED: tl.constexpr,  # weight rows `outputs` further on are those of `up`
     BIAS: tl.constexpr,
-    SQUARES: tl.constexpr,  # 0: x is no deferred norm
-    LEFT: tl.constexpr,  # 0: nor is what is written
     SHARED: tl.constexpr,  # equal shares, not whole strips
     SWAPPED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -272,12 +234,6 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
             prefetch_rows(weight_ptr + (outputs + rows) * inputs + column, num_bytes)
     start_next(PDL)
     inputs_ready(PDL)
-    squares = 0.0
-    if SQUARES:
-        # Added up where they are needed, so that nothing here waits for them.
-        tokens = tl.arange(0, TOKENS)[:, None]
-        squares_at = squares_ptr + tokens * SQUARES + tl.arange(0, SQUARES)[None, :]
-        squares = tl.load(squares_at, mask=tokens < num_tokens, other=0.0)
     acc = tl.zeros([OUTER, INNER], tl.float32)
     up_acc = acc
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -308,9 +264,8 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
                 is_whole = (step >= tile) & (tile == tiles - 1)
             if is_whole:
                 _write(
-                    *(acc, up_acc, bias_ptr, out_ptr, residual_ptr, norm_ptr, left_ptr),
-                    *(squares, eps, strip, num_tokens, outputs, inputs),
-                    *(GATED, BIAS, SQUARES > 0, LEFT, SWAPPED, TOKENS, ROWS),
+                    *(acc, up_acc, bias_ptr, out_ptr, strip, num_tokens, outputs),
+                    *(GATED, BIAS, SWAPPED, TOKENS, ROWS),
                 )
             else:
                 each = tl.arange(0, OUTER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
@@ -326,38 +281,23 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
                     if GATED:
                         up_total = _combine(sums_ptr + SIZE + each, first, count, WIDTH)
                     _write(
-                        *(total, up_total, bias_ptr, out_ptr, residual_ptr, norm_ptr, left_ptr),
-                        *(squares, eps, strip, num_tokens, outputs, inputs),
-                        *(GATED, BIAS, SQUARES > 0, LEFT, SWAPPED, TOKENS, ROWS),
+                        *(total, up_total, bias_ptr, out_ptr, strip, num_tokens, outputs),
+                        *(GATED, BIAS, SWAPPED, TOKENS, ROWS),
                     )
             acc = tl.zeros([OUTER, INNER], tl.float32)
             up_acc = acc
 
 
-class Sum(NamedTuple):
-    """What the results are added to, in place, and whose norm is deferred."""
-
-    residual: torch.Tensor  # [T, N], contiguous
-    norm: torch.Tensor  # [N], its weights
-    squares: torch.Tensor  # [T, S] float32, written; S = strips, padded to a power of two
-
-
 def strips(
-    x: torch.Tensor | DeferredNorm,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cut: SkinnyCut,
     out: torch.Tensor,
     *,
     gated: bool,
-    total: Sum | None = None,
 ) -> None:
-    """linear, or gated linear_silu_mul, of 2 to 128 rows of x; weight and out are contiguous.
-
-    With `total` out is the `rows` of its deferred norm.
-    """
-    deferred, x = (x, x.rows) if isinstance(x, DeferredNorm) else (None, x)
-    squares, eps = (deferred.squares, deferred.eps) if deferred is not None else (None, None)
+    """linear, or gated linear_silu_mul, of 2 to 128 rows of x; weight and out are contiguous."""
     num_tokens, inputs = x.shape
     outputs = out.shape[1]
     tokens = max(16, triton.next_power_of_2(num_tokens))
@@ -379,13 +319,8 @@ def strips(
         num_tokens,
         outputs,
         inputs,
-        *(total or (None, None, None)),
-        squares,
-        eps,
         GATED=gated,
         BIAS=bias is not None,
-        SQUARES=0 if squares is None else squares.shape[1],
-        LEFT=0 if total is None else total.squares.shape[1],
         SHARED=cut.equal_shares,
         SWAPPED=cut.outputs < 64,
         TOKENS=tokens,

@@ -8,11 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.activation_triton import silu_mul
 from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 from nvserve.kernels.matmul import SkinnyCut
-from nvserve.kernels.matmul_strips import Sum, strips
-from nvserve.kernels.norm import DeferredNorm
+from nvserve.kernels.matmul_strips import silu_mul, strips
 
 
 @jit
@@ -99,7 +97,7 @@ def _vector(
 
 
 def linear(
-    x: torch.Tensor | DeferredNorm,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cut: SkinnyCut,
@@ -107,11 +105,10 @@ def linear(
 ) -> torch.Tensor:
     """See matmul.linear; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
-    rows = x.rows if isinstance(x, DeferredNorm) else x
     if out is None:
-        out = rows.new_empty(rows.shape[0], weight.shape[0])
+        out = x.new_empty(x.shape[0], weight.shape[0])
     assert out.is_contiguous()
-    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
+    if x.shape[0] == 1:
         _vector(x, weight, bias, cut, out, gated=False)
     else:
         strips(x, weight, bias, cut, out, gated=False)
@@ -119,38 +116,13 @@ def linear(
 
 
 def linear_silu_mul(
-    x: torch.Tensor | DeferredNorm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cut: SkinnyCut,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SkinnyCut
 ) -> torch.Tensor:
     """See matmul.linear_silu_mul; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
-    rows = x.rows if isinstance(x, DeferredNorm) else x
-    out = rows.new_empty(rows.shape[0], weight.shape[0] // 2)
-    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    if x.shape[0] == 1:
         _vector(x, weight, bias, cut, out, gated=True)
     else:
         strips(x, weight, bias, cut, out, gated=True)
     return out
-
-
-def linear_deferred_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    cut: SkinnyCut,
-    squares: torch.Tensor,
-) -> DeferredNorm:
-    """Add linear(x, weight) to the residual [T, N] in place; the sum's norm, deferred.
-
-    It keeps `squares` [T, S] float32, whose content is written here; S is the number of the cut's
-    strips, padded to a power of two.
-    """
-    assert weight.is_contiguous()
-    assert residual.is_contiguous()
-    rows = torch.empty_like(residual)
-    strips(x, weight, None, cut, rows, gated=False, total=Sum(residual, norm, squares))
-    return DeferredNorm(rows, squares, eps)

@@ -1,30 +1,9 @@
-"""RMS normalization, alone and fused with the residual addition before it.
-
-Or half of it: a row's values are divided by one number, which a matmul of them may do to its
-results. Then whoever writes the row need not see all of it first.
-"""
-
-from dataclasses import dataclass
+"""RMS normalization, alone and fused with the residual addition before it."""
 
 import torch
 
 from nvserve.kernels import reference
 from nvserve.kernels.dispatch import uses_triton
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeferredNorm:
-    """Rows that are scaled by the norm's weights, and not yet by their root mean square.
-
-    The normalized row t is rows[t] * rsqrt(squares[t].sum() / N + eps).
-    """
-
-    rows: torch.Tensor  # [T, N]
-    squares: torch.Tensor  # [T, S] float32, of S parts of a row before any scaling; S = 2^n
-    eps: float
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,26 +28,6 @@ def embed_rms_norm(
     from nvserve.kernels import norm_triton
 
     return norm_triton.embed_rms_norm(tokens, embedding, weight, eps)
-
-
-def embed_deferred_norm(
-    tokens: torch.Tensor,
-    embedding: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    num_squares: int,
-) -> tuple[DeferredNorm, torch.Tensor]:
-    """As embed_rms_norm, deferred, with as many squares as other norms have; with Triton only."""
-    from nvserve.kernels import norm_triton
-
-    return norm_triton.embed_deferred_norm(tokens, embedding, weight, eps, num_squares)
-
-
-def finish(norm: DeferredNorm) -> torch.Tensor:
-    """The normalized rows [T, N]; with Triton only."""
-    from nvserve.kernels import norm_triton
-
-    return norm_triton.finish(norm)
 
 
 def add_rms_norm(

@@ -14,21 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from nvserve.kernels.attention import AttentionBackend, NewTokens, fused_decode
-from nvserve.kernels.matmul import (
-    linear,
-    linear_add_norm,
-    linear_silu_mul,
-    num_squares,
-    takes_deferred,
-)
-from nvserve.kernels.norm import (
-    DeferredNorm,
-    add_rms_norm,
-    embed_deferred_norm,
-    embed_rms_norm,
-    finish,
-    rms_norm,
-)
+from nvserve.kernels.matmul import linear, linear_silu_mul
+from nvserve.kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from nvserve.kernels.rope import qk_norm_rope_cache
 from nvserve.workers.kv_cache import KvCache
 from nvserve.workers.models.config import DecoderConfig, Shard
@@ -95,18 +82,13 @@ class Decoder:
     ) -> torch.Tensor:
         """Normalized hidden states [T, N]; writes the step's K and V to the cache."""
         x, residual = self._embed(inputs.tokens)
-        nexts = [*self.layers[1:], None]
-        for layer, then, kv in zip(self.layers, nexts, cache.layers, strict=False):
-            mixed = self._attention(layer, x, inputs, kv, backend)
-            may_defer = layer.gate_up_bias is None
-            weights = (layer.output, layer.output_bias, layer.feed_norm)
-            x = self._add(MIXED, mixed, *weights, residual, may_defer=may_defer)
-            active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
-            may_defer = then is None or takes_deferred(len(residual), then.qkv)
-            norm = self.final_norm if then is None else then.input_norm
-            weights = (layer.down, layer.down_bias, norm)
-            x = self._add(FED, active, *weights, residual, may_defer=may_defer)
-        return finish(x) if isinstance(x, DeferredNorm) else x
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            part = self._attention(layer, x, inputs, cache.layers[index], backend)
+            x, residual = self._sum_and_norm(part, layer.output_bias, residual, layer.feed_norm)
+            part = self._feed_forward(layer, x)
+            x, residual = self._sum_and_norm(part, layer.down_bias, residual, next_norm)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, N] -> [R, V] of this rank's vocabulary shard; padding is -inf."""
@@ -115,14 +97,10 @@ class Decoder:
             logits[:, self.shard.num_token_ids :] = float("-inf")
         return logits
 
-    def _embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+    def _embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the first layer reads, normalized, and as the residual; [T, N] each."""
         norm, eps = self.layers[0].input_norm, self.config.norm_eps
         if self.shard.size == 1:
-            # As many as the other layers' norms have: their kernels serve the first one too.
-            count = num_squares(len(tokens), self.layers[0].down)
-            if count and takes_deferred(len(tokens), self.layers[0].qkv):
-                return embed_deferred_norm(tokens, self.embedding, norm, eps, count)
             return embed_rms_norm(tokens, self.embedding, norm, eps)
         local = tokens - self.shard.first_token_id
         is_here = (local >= 0) & (local < self.shard.num_token_ids)
@@ -134,15 +112,15 @@ class Decoder:
     def _attention(
         self,
         layer: Layer,
-        x: torch.Tensor | DeferredNorm,
+        x: torch.Tensor,
         inputs: StepInputs,
         cache: tuple[torch.Tensor, torch.Tensor],
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """What this rank's heads found, [T, H * D]."""
+        """This rank's part of the output, [T, N]."""
         qkv = linear(x, layer.qkv, layer.qkv_bias)
         norms = (layer.q_norm, layer.k_norm, self.config.norm_eps)
-        fused = fused_decode(backend, len(qkv)) if inputs.prefill is None else None
+        fused = fused_decode(backend, len(x)) if inputs.prefill is None else None
         if fused is not None:
             assert inputs.decode is not None, "a step without tokens runs no model"
             new = NewTokens(qkv, self.rotary, *norms)
@@ -159,27 +137,26 @@ class Decoder:
                 self.shard.num_kv_heads,
             )
             mixed = attend(q, cache, inputs, backend, self.scale)
-        return mixed.flatten(1)
+        mixed = mixed.flatten(1)
+        return linear(mixed, layer.output, out=self.parallel.place(MIXED, len(x)))
 
-    def _add(
+    def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output, [T, N]."""
+        active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
+        return linear(active, layer.down, out=self.parallel.place(FED, len(x)))
+
+    def _sum_and_norm(
         self,
-        place: int,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        part: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: torch.Tensor,
         residual: torch.Tensor,
-        *,
-        may_defer: bool,
-    ) -> torch.Tensor | DeferredNorm:
-        """Project, add all ranks' parts and the bias, once, to the residual; its norm, [T, N]."""
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' parts summed, with the bias added once: normalized, and as the residual."""
         parallel, eps = self.parallel, self.config.norm_eps
-        if self.shard.size == 1 and bias is None:
-            return linear_add_norm(x, weight, residual, norm, eps, may_defer=may_defer)
-        projected = linear(x, weight, out=parallel.place(place, len(x)))
         if bias is None:
-            return parallel.all_reduce_add_rms_norm(projected, residual, norm, eps)[0]
-        return add_rms_norm(parallel.all_reduce(projected) + bias, residual, norm, eps)[0]
+            return parallel.all_reduce_add_rms_norm(part, residual, norm, eps)
+        return add_rms_norm(parallel.all_reduce(part) + bias, residual, norm, eps)
 
     # -- weights -------------------------------------------------------------------------------
 
