@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvserve.kernels.attention_decode import LOG2E
+from nvserve.kernels.attention_sums import LOG2E
 from nvserve.kernels.launch import inputs_ready, jit_general, launch_options, start_next
 
 

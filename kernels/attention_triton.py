@@ -2,8 +2,11 @@
 
 import torch
 
-from nvserve.kernels import attention_decode, attention_prefill
 from nvserve.kernels.attention import AttentionMetadata, NewTokens
+from nvserve.kernels.attention_decode import decode
+from nvserve.kernels.attention_decode_fused import decode_fused
+from nvserve.kernels.attention_plan import DecodeShape, decode_shape, plan_decode
+from nvserve.kernels.attention_prefill import prefill
 
 
 class TritonBackend:
@@ -21,8 +24,10 @@ class TritonBackend:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        shape = attention_decode.decode_shape(dtype, head_dim, meta.seq_lens.shape[0])
-        meta.decode_plan = attention_decode.plan_decode(meta.seq_lens, num_kv_heads, shape)
+        shape = decode_shape(dtype, head_dim, meta.seq_lens.shape[0])
+        meta.decode_plan = plan_decode(
+            meta.seq_lens, meta.block_tables, block_size, num_kv_heads, shape
+        )
 
     def prefill(
         self,
@@ -32,7 +37,7 @@ class TritonBackend:
         meta: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        return attention_prefill.prefill(
+        return prefill(
             q,
             key_cache,
             value_cache,
@@ -52,11 +57,9 @@ class TritonBackend:
         scale: float,
     ) -> torch.Tensor:
         assert q.shape[0] == meta.seq_lens.shape[0], "a decode step has one query a request"
-        shape = attention_decode.decode_shape(q.dtype, q.shape[2], q.shape[0])
+        shape = decode_shape(q.dtype, q.shape[2], q.shape[0])
         plan = _plan_of(meta, key_cache, shape)
-        return attention_decode.decode(
-            q, key_cache, value_cache, meta.block_tables, meta.seq_lens, plan, scale, shape
-        )
+        return decode(q, key_cache, value_cache, plan, scale, shape)
 
     def decode_fused(
         self,
@@ -68,17 +71,15 @@ class TritonBackend:
     ) -> torch.Tensor:
         num_rows = new.qkv.shape[0]
         assert num_rows == meta.seq_lens.shape[0], "a decode step has one token a request"
-        shape = attention_decode.decode_shape(new.qkv.dtype, key_cache.shape[3], num_rows)
+        shape = decode_shape(new.qkv.dtype, key_cache.shape[3], num_rows)
         plan = _plan_of(meta, key_cache, shape)
-        return attention_decode.decode_fused(
+        return decode_fused(
             new, key_cache, value_cache, meta.block_tables, meta.seq_lens, plan, scale, shape
         )
 
 
-def _plan_of(
-    meta: AttentionMetadata, key_cache: torch.Tensor, shape: attention_decode.DecodeShape
-) -> torch.Tensor:
+def _plan_of(meta: AttentionMetadata, key_cache: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
     """The step's plan, or one of this layer's own."""
     if isinstance(meta.decode_plan, torch.Tensor):
         return meta.decode_plan
-    return attention_decode.plan_decode(meta.seq_lens, key_cache.shape[2], shape)
+    return plan_decode(meta.seq_lens, meta.block_tables, *key_cache.shape[1:3], shape)

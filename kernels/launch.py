@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvserve.kernels.dispatch import INTERPRETED
+
+HAS_PTX: Final = tl.constexpr(not INTERPRETED)
 
 
 class _HeldBack(threading.local):
@@ -201,6 +203,26 @@ def start_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel's programs start; they still wait for our end in inputs_ready()."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def meet():  # type: ignore[no-untyped-def]
+    """debug_barrier(), in a form that the compiler's pipeliner does not know.
+
+    It leaves loops with a barrier as they are. For what a loop passes seldom, all threads alike,
+    and where nothing is touched that is loaded ahead.
+    """
+    if HAS_PTX:
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, $1;",
+            "=r,r",
+            [0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.debug_barrier()
 
 
 @jit

@@ -19,6 +19,7 @@ from nvserve.kernels.launch import (
     jit,
     jit_general,
     launch_options,
+    meet,
     num_sms,
     prefetch_rows,
     start_next,
@@ -142,35 +143,15 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _meet(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """debug_barrier(), in a form that the compiler's pipeliner does not know.
-
-    It leaves loops with a barrier as they are. Ours is seldom passed, by all threads alike, and
-    touches nothing that is loaded ahead.
-    """
-    if PDL:
-        tl.inline_asm_elementwise(
-            "bar.sync 0; mov.u32 $0, $1;",
-            "=r,r",
-            [0],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.debug_barrier()
-
-
-@jit
 def _leave(  # type: ignore[no-untyped-def]
-    acc, up_acc, at, arrivals_ptr, GATED: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+    acc, up_acc, at, arrivals_ptr, GATED: tl.constexpr, SIZE: tl.constexpr
 ):
     """Leave a program's sums of a strip in its slot; how many had arrived before."""
     tl.store(at, acc)
     if GATED:
         tl.store(at + SIZE, up_acc)
     # All threads' sums come before the one thread's release.
-    _meet(PDL)
+    meet()
     return tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
 
 
@@ -271,7 +252,7 @@ def _strip_kernel(  # type: ignore[no-untyped-def]
                 each = tl.arange(0, OUTER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
                 slot = 2 * program + tl.where(step >= tile, 1, 0)
                 at = sums_ptr + slot * WIDTH + each
-                arrived = _leave(acc, up_acc, at, arrivals_ptr + strip, GATED, SIZE, PDL)
+                arrived = _leave(acc, up_acc, at, arrivals_ptr + strip, GATED, SIZE)
                 first = _owner(strip * tiles, share, longer)
                 count = _owner(strip * tiles + tiles - 1, share, longer) - first + 1
                 if arrived == count - 1:

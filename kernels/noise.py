@@ -4,10 +4,8 @@ from typing import Final
 
 import triton.language as tl
 
-from nvserve.kernels.dispatch import INTERPRETED
-from nvserve.kernels.launch import jit
+from nvserve.kernels.launch import HAS_PTX, jit
 
-_HAS_PTX: Final = tl.constexpr(not INTERPRETED)
 _ROUNDS: Final = tl.constexpr(10)
 
 
@@ -49,7 +47,7 @@ def token_bits(seed, position, groups):  # type: ignore[no-untyped-def]
 @jit
 def _log2(values):  # type: ignore[no-untyped-def]
     """Binary logarithm to about 2e-7 absolute near 1: one instruction, where tl.log2 takes 20."""
-    if _HAS_PTX:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )

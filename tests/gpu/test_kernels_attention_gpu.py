@@ -12,9 +12,10 @@ from nvserve.kernels.dispatch import INTERPRETED
 pytestmark = MARKS
 
 BACKENDS = ["triton"] if INTERPRETED else ["triton", "fa3", "fa3+triton"]
-SHAPES = [(4, 2, 24, 4)] if INTERPRETED else [
+# Heads, KV heads, head size, tokens of a block: also such as tiles are no multiple of.
+SHAPES = [(4, 2, 24, 4), (2, 1, 16, 12)] if INTERPRETED else [
     (32, 8, 128, 16), (16, 8, 128, 16), (14, 2, 64, 32), (8, 8, 96, 16), (32, 1, 128, 1),
-    (8, 2, 256, 64),
+    (8, 2, 256, 64), (8, 2, 64, 24), (8, 2, 128, 200),
 ]  # fmt: skip
 BATCHES = [[1, 37, 70]] if INTERPRETED else [
     [1], [512], [5, 1, 700, 64, 65, 16, 1, 2000], [1] * 64, [100] * 130
