@@ -9,8 +9,8 @@ The plan is one int32 tensor:
   [R + 1]         first unit of each request within a head, and their total
   [R * K]         arrival counters of each request and head, zero between two launches
   [programs]      the request in which each program starts
-  [units, 3 + B]  of each unit within a head: its request, how many of the request's tokens are left
-                  from the tile's first on, that one's place in its block, the tile's blocks
+  [units, 3 + B]  of each unit within a head: its request, the first token of its tile, how many of
+                  the request's tokens are left from that one on, the tile's blocks
 
 R requests, K KV heads, B blocks that a tile may touch.
 """
@@ -83,8 +83,8 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
             first_token = tiles * TILE
             at = request_ptr + num_programs + (first + tiles) * (3 + BLOCKS)
             tl.store(at, 0 * tiles + request, mask=tiles < count)
-            tl.store(at + 1, length - first_token, mask=tiles < count)
-            tl.store(at + 2, first_token % BLOCK_SIZE, mask=tiles < count)
+            tl.store(at + 1, first_token, mask=tiles < count)
+            tl.store(at + 2, length - first_token, mask=tiles < count)
             for index in range(BLOCKS):
                 block = first_token // BLOCK_SIZE + index
                 inside = block * BLOCK_SIZE < length
@@ -138,8 +138,8 @@ def decode_shape(dtype: torch.dtype, head_dim: int, num_requests: int) -> Decode
     if head_dim > 128:
         return DecodeShape(tile=32, warps=4, stages=5, programs_per_sm=2)
     if num_requests <= 48:
-        return DecodeShape(tile=128, warps=4, stages=3, programs_per_sm=2)
-    return DecodeShape(tile=64, warps=4, stages=3, programs_per_sm=4)
+        return DecodeShape(tile=64, warps=4, stages=5, programs_per_sm=2)
+    return DecodeShape(tile=64, warps=2, stages=3, programs_per_sm=4)
 
 
 def blocks_of_tile(tile: int, block_size: int) -> int:

@@ -6,21 +6,11 @@ the last of them to arrive adds that up.
 
 from typing import Final
 
-import torch
 import triton.language as tl
 
 from nvserve.kernels.launch import jit, meet
 
 LOG2E: Final = 1.4426950408889634
-
-
-def part_buffers(
-    out: torch.Tensor, num_programs: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the programs of a launch leave what finish() adds: of rows, and their two sums."""
-    partial = out.new_empty(2 * num_programs, group, out.shape[2], dtype=torch.float32)
-    sums = out.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
-    return partial, sums
 
 
 @jit

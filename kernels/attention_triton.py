@@ -3,8 +3,7 @@
 import torch
 
 from nvserve.kernels.attention import AttentionMetadata, NewTokens
-from nvserve.kernels.attention_decode import decode
-from nvserve.kernels.attention_decode_fused import decode_fused
+from nvserve.kernels.attention_decode import decode, decode_fused
 from nvserve.kernels.attention_plan import DecodeShape, decode_shape, plan_decode
 from nvserve.kernels.attention_prefill import prefill
 
@@ -73,9 +72,7 @@ class TritonBackend:
         assert num_rows == meta.seq_lens.shape[0], "a decode step has one token a request"
         shape = decode_shape(new.qkv.dtype, key_cache.shape[3], num_rows)
         plan = _plan_of(meta, key_cache, shape)
-        return decode_fused(
-            new, key_cache, value_cache, meta.block_tables, meta.seq_lens, plan, scale, shape
-        )
+        return decode_fused(new, key_cache, value_cache, meta.block_tables, plan, scale, shape)
 
 
 def _plan_of(meta: AttentionMetadata, key_cache: torch.Tensor, shape: DecodeShape) -> torch.Tensor:

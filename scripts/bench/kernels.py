@@ -211,6 +211,7 @@ class Stack:
         self.num_bytes = 2 * (sum(w.numel() for ws in self.layers for w in ws) + self.head.numel())
 
     def step_us(self, batch: int, length: int, backend: attention.AttentionBackend) -> float:
+        """Microseconds of a step as the decoder launches it."""
         meta = decode_metadata(batch, length, 4096)
         caches = [random_caches(meta, 2) for _ in self.layers]
         positions = torch.full((batch,), length - 1, device=DEVICE)
@@ -219,19 +220,25 @@ class Stack:
         temperature = torch.full((batch,), 0.6, device=DEVICE)
         embedded = random(batch, self.hidden)
         shape = (self.heads, self.kv_heads)
+        fused = attention.fused_decode(backend, batch)
+        gains, scale = (self.head_gain, self.head_gain, 1e-6), self.size**-0.5
+
+        def mix(qkv: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+            keys, values = cache
+            if fused is not None:
+                new = attention.NewTokens(qkv, self.angles, *gains)
+                return fused(new, keys, values, meta, scale)
+            kv = (keys, values, slots)
+            q = rope.qk_norm_rope_cache(qkv, positions, self.angles, *gains, *kv, *shape)
+            return backend.decode(q, keys, values, meta, scale)
 
         def step() -> None:
             backend.plan_decode(meta, *shape, self.size, BLOCK_SIZE, DTYPE)
             residual = embedded.clone()
             x = norm.rms_norm(residual, self.gain, 1e-6)
             for (w_qkv, w_out, w_in, w_down), cache in zip(self.layers, caches, strict=True):
-                qkv = matmul.linear(x, w_qkv)
-                gains = (self.head_gain, self.head_gain, 1e-6)
-                q = rope.qk_norm_rope_cache(
-                    qkv, positions, self.angles, *gains, cache[0], cache[1], slots, *shape
-                )
-                mixed = backend.decode(q, cache[0], cache[1], meta, self.size**-0.5)
-                x = matmul.linear(mixed.flatten(1), w_out)
+                mixed = mix(matmul.linear(x, w_qkv), cache).flatten(1)
+                x = matmul.linear(mixed, w_out)
                 x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
                 x = matmul.linear(matmul.linear_silu_mul(x, w_in), w_down)
                 x, residual = norm.add_rms_norm(x, residual, self.gain, 1e-6)
