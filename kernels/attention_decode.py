@@ -86,7 +86,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     start_next(PDL)
     # Nothing that runs between the plan's kernel and this one writes what is read before the wait.
     units, share, begin, end = own_share(plan_ptr, num_requests, NUM_KV_HEADS)
-    units_ptr = plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1) + tl.num_programs(0)
+    units_ptr = plan_ptr + 1 + num_requests * (NUM_KV_HEADS + 1)
     if not IS_FUSED:
         if PDL and begin < end:
             unit_ptr = units_ptr + begin % units * (3 + BLOCKS)
