@@ -129,8 +129,8 @@ def decode_shape(dtype: torch.dtype, head_dim: int, num_requests: int) -> Decode
 
 def blocks_of_tile(tile: int, block_size: int) -> int:
     """How many blocks a tile of tokens touches at most."""
-    if tile % block_size == 0:
-        return tile // block_size
+    if tile % block_size == 0 or block_size % tile == 0:
+        return max(1, tile // block_size)
     return (tile - 2 + block_size) // block_size + 1
 
 

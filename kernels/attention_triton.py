@@ -79,4 +79,5 @@ def _plan_of(meta: AttentionMetadata, key_cache: torch.Tensor, shape: DecodeShap
     """The step's plan, or one of this layer's own."""
     if isinstance(meta.decode_plan, torch.Tensor):
         return meta.decode_plan
-    return plan_decode(meta.seq_lens, meta.block_tables, *key_cache.shape[1:3], shape)
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    return plan_decode(meta.seq_lens, meta.block_tables, block_size, num_kv_heads, shape)

@@ -1,8 +1,9 @@
 """How kernels are launched: dependent launch, where a kernel starts while the one before it drains.
 
-Every kernel launched with launch_options() calls inputs_ready() before it touches memory that an
-earlier kernel wrote or still reads; what comes before that call (addresses, weights) overlaps with
-the earlier kernel's tail. Needs Hopper; elsewhere, and in the interpreter, the switch is off.
+Every kernel launched with launch_options() calls inputs_ready() before it touches memory that the
+kernels before it may still read or write; what comes before that call (addresses, weights, what
+was written before a kernel that lets no other start early) overlaps with the earlier kernel's tail.
+Needs Hopper; elsewhere, and in the interpreter, the switch is off.
 """
 
 import functools

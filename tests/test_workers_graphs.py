@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 import torch
 
+from nvserve.kernels.attention import FUSED_ROWS
 from nvserve.workers.graphs import (
     CAPTURE_EVERY_STEPS,
     DecodeGraphs,
@@ -12,6 +14,7 @@ from nvserve.workers.graphs import (
     Pace,
     bucket_sizes,
 )
+from nvserve.workers.runner import COMPILED_MIXED, COMPILED_ROWS
 
 
 class Recorded:
@@ -138,3 +141,21 @@ def test_ranks_of_a_group_pace_their_captures_by_steps_alone() -> None:
                 due[rank].append(step)
                 pace.note_capture()
     assert due[0] == due[1] == [0, CAPTURE_EVERY_STEPS, 2 * CAPTURE_EVERY_STEPS]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_cut_of_decode_attention_is_compiled_before_the_first_request(
+    dtype: torch.dtype, head_dim: int
+) -> None:
+    plan = pytest.importorskip("nvserve.kernels.attention_plan", exc_type=ImportError)
+
+    def kinds(rows: list[int]) -> set[object]:
+        return {(row <= FUSED_ROWS, plan.decode_shape(dtype, head_dim, row)) for row in rows}
+
+    def unfused(rows: list[int]) -> set[object]:
+        return {plan.decode_shape(dtype, head_dim, row) for row in rows}
+
+    every = list(range(1, 1025))
+    assert kinds([*COMPILED_ROWS]) == kinds(every)
+    assert unfused([rows for rows, _ in COMPILED_MIXED]) == unfused(every)

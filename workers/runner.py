@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # One of each kind that kernels are compiled for, beside the whole batch.
 COMPILED_ROWS: Final = (2, 1, 17, 33, 49, 65)
+# Decode rows and prompt tokens of mixed steps, in which attention is not fused.
+COMPILED_MIXED: Final = ((2, 1), (17, 1), (65, 1), (2, 33), (2, 65))
 COMPILE_BEATS_S: Final = 60.0  # a step that waits longer for its kernels is silent from then on
 
 
@@ -155,8 +157,7 @@ class Runner:
         """
         self._staging.begin()
         batch, limit = self.batch, self.batch.max_blocks * self.batch.block_size
-        few, *_, many = COMPILED_ROWS
-        for num_rows, num_tokens in ((few, 1), (many, 1), (few, 33), (few, 65)):
+        for num_rows, num_tokens in COMPILED_MIXED:
             count = min(num_tokens, limit)
             chunks = Chunks([batch.scratch], [0], [count], bytes(4 * count), [True])
             self.mixed_forward(batch.rows[:num_rows], batch.upload_chunks(chunks))
