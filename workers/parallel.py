@@ -41,10 +41,21 @@ _ENVIRONMENT: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
+# What gloo's errors say once a rank is out of reach: where they are from, or that an earlier call
+# was given up. They have no type of their own, while NCCL's are all DistBackendErrors.
+_GLOO_LOSSES: Final = ("/gloo/transport/", "caused pair closure")
+
 # torch 2.13 renamed it, and warns at the old name.
 _gather_into: Final = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
+
+
+def _tells_of_loss(error: Exception) -> bool:
+    """Did a collective fail for want of a peer, or of the group?"""
+    if isinstance(error, ValueError):
+        return not dist.is_initialized()
+    return isinstance(error, dist.DistError) or any(loss in str(error) for loss in _GLOO_LOSSES)
 
 
 def _abort_nccl() -> None:
@@ -260,7 +271,7 @@ class TensorParallel:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Show on the progress page who is inside; a failure means a lost peer.
+        """Show on the progress page who is inside; PeerLost where the failure is no fault of ours.
 
         Nobody enters once there was an abort: NCCL would keep the caller until the abort is over,
         which waits for graphs that only the caller can drop.
@@ -272,7 +283,9 @@ class TensorParallel:
             self._page.beat()
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # the latter once the group is gone
+        except (RuntimeError, ValueError) as error:
+            if not (self._is_aborted or _tells_of_loss(error)):
+                raise  # no memory, a kernel that cannot run: peers would fail of it in vain
             raise PeerLost(f"rank {self.rank} lost a peer: {error}") from error
         if self._page is not None:
             self._page.collectives_left += 1
