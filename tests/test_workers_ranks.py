@@ -106,6 +106,14 @@ def test_a_spare_takes_the_rank_of_a_lost_worker(cpu: Launch, model: Path, is_hu
         again.send(SchedulerOutput(1, step, joins=[3] if step == 1 else None))
         output += both_answers(again, step)
     assert output == reference
+    # By which the launcher finds who holds up the others: a newcomer has been in no earlier ones.
+    assert _num_entered(workers[0]) == _num_entered(spare)
+
+
+def _num_entered(worker: Worker) -> int:
+    snapshot = read_page(worker.page)
+    assert snapshot is not None
+    return snapshot.collectives_entered
 
 
 def _is_inside(worker: Worker) -> bool | None:

@@ -315,6 +315,8 @@ def run_epoch(
     """Join an epoch and serve it; returns the one that ends it."""
     page = child.page
     page.epoch, page.step = start.epoch, -1
+    # Ranks are compared by these when they hang: a newcomer must not seem behind the survivors.
+    page.collectives_entered = page.collectives_left = 0
 
     def wait(seconds: float) -> None:
         page.beat(Phase.REBUILDING)
