@@ -22,8 +22,11 @@ from typing import Final
 from nvserve.protocol.channel import MAX_IPC_PATH
 
 PREFIX: Final = "nvserve-"
+LOCK: Final = "lock"
+MAKING: Final = "making"  # the lock, before it is locked
 MAX_NAME_BYTES: Final = 32  # the longest socket name in it, with the slash
 RANDOM_BYTES: Final = 8  # mkdtemp's part of the name
+MADE_NAME: Final = re.compile(rf"{PREFIX}[a-z0-9_]{{{RANDOM_BYTES}}}")
 YOUNG_S: Final = 60.0  # a directory without a lock may still be in the making
 EPOCH_FILE: Final = re.compile(r"e(\d+)[w.]")  # the names of channel.py
 LIVES_FILE: Final = re.compile(r"f(\d+)c(\d+)\.")
@@ -43,10 +46,10 @@ class LaunchDir:
         with _undisturbed():  # from the sweeper on, whatever ends us leaves nothing behind
             self.path: Final = _make()
             self._sweeper: Final = _start_sweeper(self.path)
-        making = self.path / "making"
+        making = self.path / MAKING
         self._lock: Final = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        making.rename(self.path / "lock")  # it appears locked: nobody can take us for stale
+        making.rename(self.path / LOCK)  # it appears locked: nobody can take us for stale
 
     def prune(self, *, epoch: int, frontend_life: int, core_life: int, pages: set[str]) -> None:
         """Remove what the dead left behind: sockets and stores of earlier lives, other pages."""
@@ -142,16 +145,30 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_stale(path: Path) -> bool:
+    """Its launcher is gone; False for all that no launch has made, whatever its name."""
     try:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return time.time() - path.lstat().st_mtime > YOUNG_S
+        return _was_left_in_the_making(path)
     except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        info = os.fstat(lock)
+        return stat.S_ISREG(info.st_mode) and not info.st_size
+    except OSError:  # it is held
         return False
     finally:
         os.close(lock)
-    return True
+
+
+def _was_left_in_the_making(path: Path) -> bool:
+    try:
+        is_old = time.time() - path.lstat().st_mtime > YOUNG_S
+        return is_old and MADE_NAME.fullmatch(path.name) is not None and not _holds_more(path)
+    except OSError:  # its launch has just removed it
+        return False
+
+
+def _holds_more(path: Path) -> bool:
+    return any(one.name != MAKING for one in path.iterdir())

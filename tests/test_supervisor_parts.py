@@ -115,6 +115,31 @@ def test_links_and_files_are_never_swept(tmp_path: Path, monkeypatch: pytest.Mon
     assert (target / "lock").exists()
 
 
+def test_a_folder_of_somebody_elses_is_never_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_dir, "bases", lambda: [tmp_path])
+    checkout, named_alike, empty, left = (
+        tmp_path / f"nvserve-{name}"
+        for name in ("checkout", "my_notes", "bench-ab12cd34", "ab12cd_4")
+    )
+    for path in (checkout, named_alike, empty, left):
+        path.mkdir()
+    (checkout / "lock").write_text("of another program")
+    (named_alike / "notes").touch()
+    (left / "making").touch()
+    for path in (checkout, named_alike, empty, left):
+        os.utime(path, (0, 0))
+    assert launch_dir.sweep() == [left]
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_dir, "find_all", lambda: [tmp_path / "nvserve-gone0000"])
+    assert launch_dir.sweep() == []
+
+
 def test_without_a_writable_place_the_error_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
