@@ -66,7 +66,12 @@ class Formation:
         self._join(now)
 
     def renew(
-        self, now: float, victims: Iterable[Member] = (), at_least: Rung = Rung.REPLACE
+        self,
+        now: float,
+        victims: Iterable[Member] = (),
+        at_least: Rung = Rung.REPLACE,
+        *,
+        wants_stacks: bool = True,
     ) -> Rung:
         """End the epoch: fence the victims and what the ladder adds, then form the next one.
 
@@ -77,7 +82,7 @@ class Formation:
         rung = self.ladder.fall(at_least)
         if rung is Rung.GIVE_UP:
             return rung
-        self._house.fence(victims, now, wants_stacks=True)
+        self._house.fence(victims, now, wants_stacks=wants_stacks)
         if rung >= Rung.WORKERS:
             self._house.fence(self._house.ranked(), now)
         core = self._house.find(Role.CORE)

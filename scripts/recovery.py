@@ -187,7 +187,7 @@ class Recovery:
         self._find_stall(now, observations, awake_since)
         self._settle(now, observations)
         self._apply_limits(now)
-        self._kill_planned(self.planned.take_late(now), now)
+        self._kill_planned(self.planned.take_late(now), now, wants_stacks=True)
         if self.state is State.READY:  # nothing else needs the cores
             self._spare.keep(now)
         return self._conclude(now)
@@ -254,15 +254,19 @@ class Recovery:
         """What a planned restart waited for has come."""
         self._kill_planned(self.planned.take_victim(role), now)
 
-    def _kill_planned(self, victim: Member | None, now: float) -> None:
+    def _kill_planned(
+        self, victim: Member | None, now: float, *, wants_stacks: bool = False
+    ) -> None:
+        """Only one that did not become quiet in time has stacks worth a look."""
         if victim is None:
             return
         if victim.child.role is Role.FRONTEND:
-            self._house.fence([victim], now)
+            self._house.fence([victim], now, wants_stacks=wants_stacks)
         elif self.formation.stage is Stage.SERVING:
-            self._renew(now, f"planned restart of {victim.name}", [victim])
+            text = f"planned restart of {victim.name}"
+            self._renew(now, text, [victim], wants_stacks=wants_stacks)
         else:  # something else has begun a recovery meanwhile: it includes this one
-            self._renew(now, self.reason, [victim])
+            self._renew(now, self.reason, [victim], wants_stacks=wants_stacks)
 
     def _find_stall(self, now: float, observations: list[Observation], awake_since: float) -> None:
         """All live and beat, core has requests, and no step moves: a message was lost."""
@@ -298,6 +302,8 @@ class Recovery:
         text: str,
         victims: Iterable[Member] = (),
         at_least: Rung = Rung.REPLACE,
+        *,
+        wants_stacks: bool = True,
     ) -> None:
         """End the epoch and form the next one, or give up at the ladder's end."""
         self._broken.clear()
@@ -306,7 +312,7 @@ class Recovery:
         if not self.was_ready:
             self._give_up(now, ExitCode.START_FAILED, text)
             return
-        rung = self.formation.renew(now, victims, at_least)
+        rung = self.formation.renew(now, victims, at_least, wants_stacks=wants_stacks)
         if rung is Rung.GIVE_UP:
             self._give_up(now, ExitCode.RECOVERY_FAILED, f"no recovery helped; last: {text}")
 

@@ -25,6 +25,7 @@ from nvserve.protocol.control import (
 from nvserve.protocol.faults import LAUNCH, Faults, InjectedFault, strike
 from nvserve.protocol.messages import Finish
 from nvserve.protocol.progress import Phase
+from nvserve.scripts.actions import Action, Kill
 from nvserve.scripts.children import Death
 from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.hangs import ChildId
@@ -153,6 +154,31 @@ def test_a_core_that_does_not_hold_is_not_waited_for() -> None:
     world.check()
     assert len(world.killed) == 1
     assert world.policy.planned.last is not None
+
+
+@pytest.mark.parametrize("name", ["worker 0", "core", "frontend"])
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_only_what_does_not_become_quiet_shows_its_stacks(
+    name: str, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = started()
+    kills: list[Kill] = []
+    carry_out = world.carry_out
+
+    def noting(actions: list[Action]) -> None:
+        kills.extend(one for one in actions if isinstance(one, Kill))
+        carry_out(actions)
+
+    monkeypatch.setattr(world, "carry_out", noting)
+    _, actions = world.policy.restart(name, world.now)
+    world.obey(actions)
+    if not is_quiet:
+        world.pass_time(41.0)
+    elif name == "frontend":
+        world.hear(world.one(Role.FRONTEND), Drained())
+    else:
+        world.hear(world.one(Role.CORE), Held())
+    assert [one.wants_stacks for one in kills] == [not is_quiet]
 
 
 def test_only_one_restart_at_a_time_and_only_of_what_is_there() -> None:
