@@ -66,15 +66,10 @@ def _request(
     endpoint: str, method: str, path: str, body: dict[str, Any] | None
 ) -> http.client.HTTPResponse:
     """A response with status 200, its body unread; it owns the connection."""
-    try:
-        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-        port = parts.port
-    except ValueError as error:
-        raise RequestFailed(f"{endpoint} is no http:// address: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RequestFailed(f"{endpoint} is no http:// address")
+    parts = urlsplit(endpoint)
+    assert parts.hostname, f"{endpoint} is no address: the flag's type lets none pass"
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = make(parts.hostname, port, timeout=CONNECT_LIMIT_S)
+    connection = make(parts.hostname, parts.port, timeout=CONNECT_LIMIT_S)
     key = os.environ.get(API_KEY_VARIABLE)
     headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
     if body is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from nvserve.scripts.address_option import Address
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -19,7 +21,9 @@ class Chosen:
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the flags to a command, which gets them as `chosen`."""
 
-    @click.option("--endpoint", help="A running server, such as http://127.0.0.1:8000.")
+    @click.option(
+        "--endpoint", type=Address(), help="Of a running server, such as http://127.0.0.1:8000."
+    )
     @click.option("--model", help="Model folder to serve.  [default: the demo model]")
     @click.option("--tp", type=int, help="Processes to split it over.  [default: 1]")
     @click.option("--device", help="auto, cpu or cuda.  [default: auto]")

@@ -44,6 +44,11 @@ def _print(reply: Reply) -> None:
     click.echo(
         f"  epoch {reply['epoch']}, {reply['num_kv_blocks']} KV blocks, restarts: {restarts}"
     )
+    if reply["recovery_seconds"]:
+        phases = dict(reply["recovery_seconds"])
+        total_s = phases.pop("total")
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+        click.echo(f"  the last recovery took {total_s:.2f} s ({parts})")
     now = time.monotonic()
     for process in reply["processes"]:
         page = process["page"]

@@ -94,6 +94,8 @@ def test_a_batch_that_cannot_run_at_once_is_refused(command: click.Command) -> N
         (throughput, "--min-len 50 --max-input-len 20", "--min-len 50 is above --max-input-len 20"),
         (throughput, "--min-len 50 --max-output-len 9", "--min-len 50 is above --max-output-len 9"),
         (throughput, "--output-lens 1,2", "longer by 8 or more"),
+        (throughput, "--batches 1,x", "--batches"),
+        (latency, "--batches 0", "--batches"),
         (latency, "--output-len 8", "Invalid value for '--output-len'"),
         (serve, "--request-timeout nan", "Invalid value for '--request-timeout'"),
         (serve, "--request-timeout 0", "Invalid value for '--request-timeout'"),
@@ -120,3 +122,40 @@ def test_numbers_that_make_no_sense_are_one_clear_error(
     command: click.Command, flags: str, message: str
 ) -> None:
     assert message in refused(command, *flags.split())
+
+
+ENGINES = [throughput, latency, startup, recovery]
+
+
+@pytest.mark.parametrize("command", ENGINES, ids=lambda command: command.callback.__module__)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model /no/such", "--model /no/such: no model folder"),
+        ("--tp 0", "--tp"),
+        ("--tp 3", "--tp 3 cannot split"),
+        ("--device x", "--device"),
+        ("--dtype x", "--dtype"),
+        ("--load-format x", "--load-format"),
+        ("--max-model-len 0", "--max-model-len"),
+        ("--max-model-len 999999", "--max-model-len 999999 is more than"),
+        ("--max-num-seqs 0", "--max-num-seqs"),
+        ("--max-num-batched-tokens 0", "--max-num-batched-tokens"),
+        ("--num-kv-blocks -1", "--num-kv-blocks"),
+        ("--num-kv-blocks 1", "--num-kv-blocks 1"),
+        ("--gpu-memory-utilization 2", "--gpu-memory-utilization"),
+        ("--gpu-memory-utilization nan", "--gpu-memory-utilization"),
+        ("--attention-backend x", "--attention-backend"),
+        ("--seed 99999999999999999999", "--seed"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_before_it_is_started(
+    command: click.Command, flags: str, message: str
+) -> None:
+    assert message in refused(command, *flags.split())
+
+
+@pytest.mark.parametrize("command", [throughput, latency, recovery])
+def test_a_workload_must_fit(command: click.Command) -> None:
+    assert "--max-model-len 20: the workload needs" in refused(command, "--max-model-len", "20")
+    assert "the context of demo has 4096" in refused(command, "--context", "5000")

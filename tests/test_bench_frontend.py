@@ -13,6 +13,7 @@ from nvserve.scripts.bench.frontend import (
     make_request,
     summarize,
 )
+from nvserve.scripts.bench.load import Target
 
 STREAM = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -53,11 +54,11 @@ def test_an_error_answer_is_a_failure() -> None:
 
 
 def test_a_request_is_whole_http_with_its_own_prompt() -> None:
-    first, second = (
-        make_request("host:1", number, num_prompt=8, max_tokens=4) for number in (0, 1)
-    )
+    target = Target.parse("http://host:1", "/v1/completions", "a-secret-key")
+    first, second = (make_request(target, number, num_prompt=8, max_tokens=4) for number in (0, 1))
     head, _, body = first.partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
+    assert b"\r\nAuthorization: Bearer a-secret-key" in head
     assert json.loads(body)["prompt"] != json.loads(second.partition(b"\r\n\r\n")[2])["prompt"]
 
 

@@ -132,7 +132,7 @@ def test_a_table_aligns_numbers_to_the_right_and_texts_to_the_left() -> None:
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-3"])
 def test_a_list_of_other_things_than_positive_integers_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="positive integers"):
-        parse_numbers(text)
+        parse_numbers("--batches", text)
 
 
 @pytest.mark.parametrize("text", ["16", "16,16", "144,16", "1,2,3", "1,2", "16,23"])

@@ -333,6 +333,26 @@ def test_version_is_told() -> None:
     assert result.output.strip()
 
 
+def test_status_tells_how_long_the_last_recovery_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = {
+        "url": "http://h:1",
+        "state": "ready",
+        "reason": "",
+        "model": "m",
+        "epoch": 1,
+        "num_kv_blocks": 9,
+        "restarts": {"worker": 1},
+        "recovery_seconds": {},
+        "processes": [],
+    }
+    monkeypatch.setattr("nvserve.scripts.launch_dir.find_all", lambda: [Path("/nvserve-x")])
+    monkeypatch.setattr("nvserve.scripts.status.ask", lambda *_: reply)
+    assert "recovery" not in run("status").output
+    reply["recovery_seconds"] = {"fence": 0.1, "rebuild": 0.2, "total": 0.3}
+    told = "the last recovery took 0.30 s (fence 0.10, rebuild 0.20)"
+    assert told in run("status").output
+
+
 @pytest.mark.parametrize("arguments", [["status"], ["restart", "core"]])
 def test_a_launcher_that_does_not_answer_is_named(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
@@ -357,9 +377,11 @@ def test_generate_says_when_nobody_answers() -> None:
 
 @pytest.mark.parametrize("address", ["http://h:x", "http://h:99999", "http://[::1", "ftp://h", ""])
 def test_a_wrong_endpoint_is_one_clear_line(address: str) -> None:
-    result = run("generate", "x", "--endpoint", address)
-    assert result.exit_code == 1
-    assert "is no http:// address" in result.output
+    for command in (["generate", "x"], ["chat"], ["bench", "frontend"]):
+        result = run(*command, "--endpoint", address)
+        assert result.exit_code == 2
+        assert "Invalid value for '--endpoint'" in result.output
+        assert "is no http:// address" in result.output
 
 
 def test_launch_flags_and_an_endpoint_exclude_each_other() -> None:

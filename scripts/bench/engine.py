@@ -20,8 +20,9 @@ from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_f
 from nvserve.scripts.bench.workloads import MAX_ID, Generate, Prompts
 from nvserve.scripts.control_socket import Reply
 from nvserve.scripts.embedded import LaunchFailed
+from nvserve.scripts.finite_float import FINITE
 from nvserve.scripts.interrupts import raised_once
-from nvserve.scripts.launch import build_config
+from nvserve.scripts.launch import UsageError, build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
 from nvserve.scripts.running import find_server, order
@@ -29,6 +30,7 @@ from nvserve.scripts.running import find_server, order
 REQUEST_LIMIT_S: Final = 3600.0  # for one workload
 SETTLE_LIMIT_S: Final = 120.0  # all graphs of an 8B took 1.8 s
 CALM: Final = Phase.WAITING.name.lower()  # and not PREPARING_AHEAD
+AT_LEAST_1: Final = click.IntRange(1)
 LOOK_S: Final = 0.02  # between looks at the launcher's status
 
 
@@ -126,30 +128,56 @@ def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 FLAGS: Final = (
     click.option("--model", default="demo", help=f"Folder, demo, or a shape: {', '.join(SHAPES)}."),
-    click.option("--tp", "tensor_parallel_size", default=1, help="Processes to split it over."),
-    click.option("--device", default="auto", help="auto, cpu, cuda or sim."),
-    click.option("--dtype", default="auto", help="auto, float32, bfloat16 or float16."),
-    click.option("--load-format", default=None, help="auto or dummy.  [default: shapes dummy]"),
-    click.option("--max-model-len", type=int, help="[default: what the workload needs]"),
-    click.option("--max-num-seqs", default=256, help="Requests running at once."),
-    click.option("--max-num-batched-tokens", type=int, help="Token budget of a step."),
-    click.option("--num-kv-blocks", default=0, help="Exact pool size, 0 to measure."),
-    click.option("--gpu-memory-utilization", default=0.9, help="Share of the card to use."),
+    click.option(
+        "--tp",
+        "tensor_parallel_size",
+        type=AT_LEAST_1,
+        default=1,
+        help="Processes to split it over.",
+    ),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto"),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+    ),
+    click.option(
+        "--load-format", type=click.Choice(["auto", "dummy"]), help="[default: shapes dummy]"
+    ),
+    click.option("--max-model-len", type=AT_LEAST_1, help="[default: what the workload needs]"),
+    click.option("--max-num-seqs", type=AT_LEAST_1, default=256, help="Requests running at once."),
+    click.option("--max-num-batched-tokens", type=AT_LEAST_1, help="Token budget of a step."),
+    click.option(
+        "--num-kv-blocks",
+        type=click.IntRange(0),
+        default=0,
+        help="Exact pool size, 0 to measure.",
+    ),
+    click.option(
+        "--gpu-memory-utilization", type=FINITE, default=0.9, help="Share of the card to use."
+    ),
     click.option("--enforce-eager", is_flag=True, help="No CUDA graphs."),
-    click.option("--attention-backend", default="", help="Empty: the best one that works."),
+    click.option(
+        "--attention-backend",
+        type=click.Choice(["", "fa3", "fa2", "triton", "torch"]),
+        default="",
+        help="Empty: the best one that works.",
+    ),
     click.option("--seed", default=0, help="Of dummy weights and of the workload."),
     click.option("--verbose", "is_verbose", is_flag=True, help="Show the engine's own lines."),
 )
 
 
-def parse_numbers(text: str) -> list[int]:
+def parse_numbers(flag: str, text: str) -> list[int]:
     """`1,8,32` as positive integers; click.BadParameter otherwise."""
     try:
         numbers = [int(part) for part in text.split(",") if part]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{text!r} is not a list of positive integers")
+        raise click.BadParameter(
+            f"{text!r} is not a list of positive integers", param_hint=repr(flag)
+        )
     return numbers
 
 
@@ -159,6 +187,14 @@ def check_batches(batches: Sequence[int], options: EngineOptions) -> None:
     if largest > options.max_num_seqs:
         raise click.UsageError(
             f"--batches {largest}: at most {options.max_num_seqs} run at once (--max-num-seqs)"
+        )
+
+
+def check_length(options: EngineOptions, needed_len: int) -> None:
+    """Refuse a limit that the workload's requests would exceed."""
+    if options.max_model_len is not None and options.max_model_len < needed_len:
+        raise click.UsageError(
+            f"--max-model-len {options.max_model_len}: the workload needs {needed_len}"
         )
 
 
@@ -185,11 +221,16 @@ def _read_shape(name: str, folder: Path) -> ModelShape:
         return ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         known = ", ".join(SHAPES)
-        raise BenchError(f"--model {name}: no model folder, and none of {known}") from error
+        raise UsageError(f"--model {name}: no model folder, and none of {known}") from error
 
 
 def bench_config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:
-    """The configuration that an engine with these options gets."""
+    """The configuration that an engine with these options gets; UsageError if there is none."""
+    context_len = model.shape.context_len
+    if options.max_model_len is None and needed_len > context_len:
+        raise UsageError(
+            f"the workload needs {needed_len} tokens, the context of {model.name} has {context_len}"
+        )
     settings: dict[str, Any] = {
         "tp_size": options.tensor_parallel_size,
         "device": options.device,

@@ -7,6 +7,7 @@ per second in a window of steady load, and the CPU time each process spends per 
 
 import asyncio
 import json
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -18,8 +19,11 @@ from typing import Final
 import click
 import uvloop
 
+from nvserve.scripts.address_option import Address
 from nvserve.scripts.bench.cpu_time import child_pids, cpu_s
+from nvserve.scripts.bench.load import Target
 from nvserve.scripts.bench.output_file import OutputFile
+from nvserve.scripts.children import API_KEY_VARIABLE
 from nvserve.scripts.finite_float import SECONDS, FiniteFloat
 from nvserve.scripts.own_server import endpoint_or_own
 
@@ -38,7 +42,7 @@ class Report:
 
     num_clients: int
     max_tokens: int
-    num_ranks: int
+    num_ranks: int  # 0 for a server whose processes are not of this machine and user
     window_s: float
     tokens_per_s: float
     requests_per_s: float
@@ -99,7 +103,7 @@ class StreamClient(asyncio.Protocol):
 # -- one run ---------------------------------------------------------------------------------------
 
 
-def make_request(host: str, number: int, *, num_prompt: int, max_tokens: int) -> bytes:
+def make_request(target: Target, number: int, *, num_prompt: int, max_tokens: int) -> bytes:
     """One client's request: a prompt of its own, in ids, and a fixed number of tokens."""
     body = {
         "prompt": [5 + (number * 7 + index) % 90 for index in range(num_prompt)],
@@ -108,11 +112,7 @@ def make_request(host: str, number: int, *, num_prompt: int, max_tokens: int) ->
         "temperature": 0,
         "stream": True,
     }
-    raw = json.dumps(body).encode()
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(raw)}\r\n\r\n"
-    ).encode() + raw
+    return target.request(json.dumps(body).encode())
 
 
 class Reading:
@@ -128,19 +128,27 @@ class Reading:
 
 
 async def drive(
-    url: str, requests: Sequence[bytes], pids: dict[str, int], *, warm_up_s: float, window_s: float
+    target: Target,
+    requests: Sequence[bytes],
+    pids: dict[str, int],
+    *,
+    warm_up_s: float,
+    window_s: float,
 ) -> tuple[Reading, Reading]:
     """Load the server with one client for each request; readings at both ends of the window."""
-    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
     loop = asyncio.get_running_loop()
     totals = Totals()
     clients: list[StreamClient] = []
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
-            for request in requests:
-                client = StreamClient(request, totals)
-                await loop.create_connection(partial(_same, client), host, int(port))
-                clients.append(client)
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                for request in requests:
+                    client = StreamClient(request, totals)
+                    await loop.create_connection(partial(_same, client), target.host, target.port)
+                    clients.append(client)
+        except OSError as error:
+            text = str(error) or f"no answer within {CONNECT_LIMIT_S:g} s"
+            raise BenchFailed(f"{target.host}:{target.port}: {text}") from error
         await _watch(totals, warm_up_s)
         before = Reading(pids, totals)
         await _watch(totals, window_s)
@@ -204,11 +212,11 @@ def print_report(report: Report) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--endpoint", default=None, help="A running server's URL.  [default: an own one]")
+@click.option("--endpoint", type=Address(), help="Of a running server.  [default: an own one]")
 @click.option("--clients", type=click.IntRange(1), default=256, help="Streams at once.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=16, help="Of each request.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, help="Of each request.")
-@click.option("--tp", type=click.IntRange(1), default=1, help="Simulated ranks of an own server.")
+@click.option("--tp", type=click.IntRange(1), help="Simulated ranks of an own one.  [default: 1]")
 @click.option("--warm-up", "warm_up_s", type=FiniteFloat(0), default=3.0, help="Seconds.")
 @click.option("--window", "window_s", type=SECONDS, default=10.0, help="Seconds measured.")
 @click.option("--output", type=OutputFile(), help="JSON file of the result.")
@@ -217,28 +225,32 @@ def frontend(
     clients: int,
     prompt_tokens: int,
     max_tokens: int,
-    tp: int,
+    tp: int | None,
     warm_up_s: float,
     window_s: float,
     output: Path | None,
 ) -> None:
     """Tokens streamed per second over HTTP by the control path alone, and where the time goes."""
-    flags = ["--device", "sim", "--tp", str(tp), "--max-num-seqs", str(max(clients, 1))]
+    if endpoint is not None and tp is not None:
+        raise click.UsageError("--tp is for a new server, not for --endpoint")
+    if endpoint is not None and not endpoint.startswith("http://"):
+        raise click.UsageError("--endpoint: the streams are counted over plain http:// alone")
+    flags = ["--device", "sim", "--tp", str(tp or 1), "--max-num-seqs", str(clients)]
     with endpoint_or_own(endpoint, flags) as url:
-        pids = child_pids(url)
+        base_url = url.rstrip("/").removesuffix("/v1")
+        target = Target.parse(base_url, "/v1/completions", os.environ.get(API_KEY_VARIABLE, ""))
+        pids = child_pids(base_url)
         requests = [
-            make_request(
-                url.removeprefix("http://"),
-                number,
-                num_prompt=prompt_tokens,
-                max_tokens=max_tokens,
-            )
+            make_request(target, number, num_prompt=prompt_tokens, max_tokens=max_tokens)
             for number in range(clients)
         ]
         before, after = uvloop.run(
-            drive(url, requests, pids, warm_up_s=warm_up_s, window_s=window_s)
+            drive(target, requests, pids, warm_up_s=warm_up_s, window_s=window_s)
         )
-    report = summarize(before, after, num_clients=clients, max_tokens=max_tokens, num_ranks=tp)
+    num_ranks = sum(name.startswith("worker") for name in pids)
+    report = summarize(
+        before, after, num_clients=clients, max_tokens=max_tokens, num_ranks=num_ranks
+    )
     print_report(report)
     if output is not None:
         output.write_text(json.dumps(asdict(report), indent=2) + "\n")

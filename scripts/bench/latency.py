@@ -24,6 +24,7 @@ from nvserve.scripts.bench.engine import (
     bench_config,
     bench_model,
     check_batches,
+    check_length,
     decode_full_batch,
     engine_flags,
     format_table,
@@ -77,10 +78,11 @@ FURTHER: Final[dict[str, str]] = {
 def latency(**flags: Any) -> None:
     """Take one decode step apart, by batch size."""
     options = EngineOptions.take(flags)
-    batches = parse_numbers(flags["batches"])
+    batches = parse_numbers("--batches", flags["batches"])
     check_batches(batches, options)
     context, output_len = flags["context"], flags["output_len"]
     needed_len = context + output_len + SPARE_TOKENS
+    check_length(options, needed_len)
     table: dict[int, Figures] = {batch: {} for batch in batches}
     with bench_model(options) as model:
         config = bench_config(model, options, needed_len)

@@ -21,6 +21,7 @@ from nvserve.scripts.bench.engine import (
     EngineOptions,
     bench_config,
     bench_model,
+    check_length,
     engine_flags,
     write_result,
 )
@@ -72,8 +73,9 @@ def recovery(**flags: Any) -> None:
     engine = EngineOptions.take(flags)
     options = RecoveryOptions(**flags)
     deadline_s = begun_s + options.time_limit if options.time_limit else float("inf")
+    needed_len = options.context + options.output_len + SPARE_TOKENS
+    check_length(engine, needed_len)
     with bench_model(engine) as model:
-        needed_len = options.context + options.output_len + SPARE_TOKENS
         config = bench_config(model, engine, needed_len)
         num_prompts = options.streams * (CANDIDATES if is_exact(config) else 1)
         rng = Random(engine.seed)

@@ -20,7 +20,7 @@ from nvserve.scripts.bench.datasets import BadDataset
 from nvserve.scripts.bench.load import BadTarget, Target
 from nvserve.scripts.bench.plot import Line, Panel, draw_chart
 from nvserve.scripts.bench.serve_options import ServeOptions, serve_flags
-from nvserve.scripts.bench.serve_run import ServeError, measure
+from nvserve.scripts.bench.serve_run import measure
 
 API_KEY_VARIABLES: Final = ("NVSERVE_API_KEY", "OPENAI_API_KEY")
 
@@ -34,8 +34,10 @@ def serve(**flags: Any) -> None:
     try:
         target = Target.parse(options.base_url, options.endpoint, _api_key())
         questions = options.questions()
-    except (BadTarget, BadDataset) as error:
-        raise ServeError(str(error)) from error
+    except BadTarget as error:
+        raise click.UsageError(f"--base-url: {error}") from error
+    except BadDataset as error:
+        raise click.UsageError(f"--dataset-path: {error}") from error
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(measure(target, questions, options))
     result = {"sweep": results} if options.sweep else results[0]

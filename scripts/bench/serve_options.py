@@ -71,10 +71,24 @@ class ServeOptions:
             raise click.UsageError(f"--dataset-name {self.dataset_name} needs --dataset-path")
         if not (self.request_rate > 0 and self.burstiness > 0):
             raise click.UsageError("--request-rate and --burstiness must be positive")
+        if self.sweep and self._given_load() is not None:
+            raise click.UsageError(f"--{self.sweep_over} is what --sweep sets: give only one")
         if math.inf in self.sweep and (self.plot or self.sweep_over == "max-concurrency"):
             raise click.UsageError("--sweep: inf is a request rate alone, and not to be plotted")
+        if self.sweep_over == "max-concurrency" and any(one % 1 for one in self.sweep):
+            raise click.UsageError("--sweep: requests at once are whole numbers")
+        if self.save_detailed and not (self.output or self.save_result):
+            raise click.UsageError("--save-detailed needs --output or --save-result")
+        if self.result_dir != Path() and not self.save_result:
+            raise click.UsageError("--result-dir needs --save-result")
         if self.save_result and (reason := why_unusable(self.result_path(""))):
             raise click.UsageError(f"--result-dir: {reason}")
+
+    def _given_load(self) -> float | None:
+        """The load of the kind that --sweep sets, if it was given on its own."""
+        if self.sweep_over == "max-concurrency":
+            return self.max_concurrency
+        return None if math.isinf(self.request_rate) else self.request_rate
 
     def result_path(self, rest: str) -> Path:
         """The file in --result-dir that --save-result asks for."""

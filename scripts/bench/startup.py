@@ -11,6 +11,7 @@ import click
 from nvserve.scripts.bench.engine import (
     BenchModel,
     EngineOptions,
+    bench_config,
     bench_model,
     engine_flags,
     format_table,
@@ -36,8 +37,10 @@ def startup(num_rounds: int, output: Path | None, **flags: Any) -> None:
     options = EngineOptions.take(flags)
     rounds = []
     with bench_model(options) as model:
+        needed_len = min(DEFAULT_LEN, model.shape.context_len)
+        bench_config(model, options, needed_len)  # refuses what is wrong
         for number in range(num_rounds):
-            rounds.append(_time_start(model, options))
+            rounds.append(_time_start(model, options, needed_len))
             click.echo(f"start {number}: ready after {rounds[-1]['ready']:.2f} s")
     click.echo(_table(rounds))
     result = {
@@ -49,9 +52,8 @@ def startup(num_rounds: int, output: Path | None, **flags: Any) -> None:
     write_result(output, result)
 
 
-def _time_start(model: BenchModel, options: EngineOptions) -> dict[str, float]:
+def _time_start(model: BenchModel, options: EngineOptions, needed_len: int) -> dict[str, float]:
     """Seconds by phase of one start; `ready` is from the command to the ready line."""
-    needed_len = min(DEFAULT_LEN, model.shape.context_len)
     with started_engine(model, options, needed_len=needed_len) as engine:
         begun_s = time.perf_counter()
         generate_with(engine.llm)([[5, 6, 7, 8]], [1], 0.0)

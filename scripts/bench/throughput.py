@@ -14,8 +14,10 @@ from nvserve.scripts.bench.engine import (
     BenchModel,
     EngineOptions,
     Started,
+    bench_config,
     bench_model,
     check_batches,
+    check_length,
     decode_full_batch,
     engine_flags,
     format_table,
@@ -48,7 +50,7 @@ MIN_STEPS: Final = 8  # between the two lengths: fewer vanish in what two runs d
 def throughput(**flags: Any) -> None:
     """Measure offline throughput and the decode step by batch size."""
     options = EngineOptions.take(flags)
-    batches = parse_numbers(flags["batches"]) if flags["batches"] else []
+    batches = parse_numbers("--batches", flags["batches"]) if flags["batches"] else []
     check_batches(batches, options)
     for name in ("max_input_len", "max_output_len"):
         if flags["num_requests"] and flags["min_len"] > flags[name]:
@@ -57,7 +59,9 @@ def throughput(**flags: Any) -> None:
     short_len, long_len = parse_output_lens(flags["output_lens"])
     longest_mix = flags["max_input_len"] + flags["max_output_len"] if flags["num_requests"] else 0
     needed_len = max(longest_mix, flags["context"] + long_len) + SPARE_TOKENS
+    check_length(options, needed_len)
     with bench_model(options) as model:
+        bench_config(model, options, needed_len)  # what is wrong is told before any measurement
         result: dict[str, Any] = {
             "model": model.name,
             "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -84,10 +88,11 @@ def throughput(**flags: Any) -> None:
 
 def parse_output_lens(text: str) -> tuple[int, int]:
     """`16,144`: the short and the long run of a decode step."""
-    numbers = parse_numbers(text)
+    numbers = parse_numbers("--output-lens", text)
     if len(numbers) != 2 or numbers[1] - numbers[0] < MIN_STEPS:
         raise click.BadParameter(
-            f"--output-lens {text}: a shorter length and one longer by {MIN_STEPS} or more"
+            f"{text!r} is not a shorter length and one longer by {MIN_STEPS} or more",
+            param_hint=repr("--output-lens"),
         )
     return numbers[0], numbers[1]
 
