@@ -5,6 +5,8 @@ Knows ids and counts; never sees text, a tensor or a time it was not told.
 
 from typing import Final
 
+import msgspec
+
 from nvserve.core.admission import Admission
 from nvserve.core.batch import Batch
 from nvserve.core.block_tables import BlockTables
@@ -51,6 +53,7 @@ class Scheduler:
         self.suspects: Final = Suspects()
         self._last_epoch = -1  # that ended, and who was in flight then, unless blamed already
         self._last_involved: list[Request] = []
+        self._last_broken: EpochBroken | None = None  # what was told of its end
         self.counters: Final = Counters()
         self.last_step_time = 0.0  # UNIX seconds of the last commit
         self.requests: Final[dict[int, Request]] = {}  # all that are not finished
@@ -166,7 +169,7 @@ class Scheduler:
         self.leave_epoch()
         if is_blamed:
             self._accuse()
-        self._last_involved = []
+        self._last_involved, self._last_broken = [], None
         tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
         self.batch = Batch(self._limits.max_num_seqs, tables)
         self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
@@ -195,8 +198,7 @@ class Scheduler:
         """Take a worker's answer and commit what is complete; says so when it ends the epoch."""
         ledger = self.ledger
         if ledger is None or message.epoch != ledger.epoch:
-            self._report_late(message)
-            return None
+            return self._report_late(message)
         try:
             if not ledger.report(message):
                 self.counters.dropped += 1
@@ -214,15 +216,27 @@ class Scheduler:
         request_ids = [request.request_id for request in self._last_involved]
         if fault.is_blamed:
             self._accuse()
-        return EpochBroken(self._last_epoch, fault.rank, fault.step, fault.reason, request_ids)
+        broken = EpochBroken(self._last_epoch, fault.rank, fault.step, fault.reason, request_ids)
+        self._last_broken = broken
+        return broken
 
-    def _report_late(self, message: Report) -> None:
-        """A step failed, but a peer that lost this rank by it was quicker: the same blame."""
-        is_own_fault = isinstance(message, StepFailed) and not message.is_peer_lost
-        if is_own_fault and self.ledger is None and message.epoch == self._last_epoch:
-            self._accuse()
-        else:
+    def _report_late(self, message: Report) -> EpochBroken | None:
+        """A step failed, but a peer that lost this rank by it was quicker: the same blame.
+
+        Says so again where nobody knew yet which rank is at fault.
+        """
+        is_of_last = self.ledger is None and message.epoch == self._last_epoch
+        if not is_of_last or not isinstance(message, StepFailed) or message.is_peer_lost:
             self.counters.dropped += 1
+            return None
+        self._accuse()
+        told = self._last_broken
+        if told is None or told.rank >= 0:
+            return None
+        self._last_broken = msgspec.structs.replace(
+            told, rank=message.rank, step=message.step, reason=message.message
+        )
+        return self._last_broken
 
     def _accuse(self) -> None:
         """Suspect who was in flight, once an epoch, and fail the one that has crashed alone."""

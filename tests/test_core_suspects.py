@@ -8,6 +8,7 @@ from model_check.world import World
 
 from nvserve.core.request import Phase
 from nvserve.core.step_ledger import Step
+from nvserve.protocol.control import EpochBroken
 from nvserve.protocol.messages import FinishReason, StepFailed
 
 
@@ -196,14 +197,24 @@ def test_a_peer_that_is_quicker_to_report_covers_nobody() -> None:
     world.break_epoch(0, rank=1, is_peer_lost=True)
     assert len(world.scheduler.suspects) == 0
     late = StepFailed(world.epoch, 0, 0, "CUDA error")
-    for _ in range(2):  # a copy changes nothing
-        assert world.scheduler.report(late, world.now) is None
+    at_fault = EpochBroken(world.epoch, 0, 0, "CUDA error", ids)
+    for told in (at_fault, None):  # a copy changes nothing
+        assert world.scheduler.report(late, world.now) == told
         world.flush()
         assert [world.entry(k).strikes for k in ids] == [1, 1]
     world.start_epoch(is_blamed=True)  # and it died of it: the same crash
     assert [world.entry(k).strikes for k in ids] == [1, 1]
     world.scheduler.report(late, world.now)
     assert [world.entry(k).strikes for k in ids] == [1, 1]
+
+
+def test_of_several_ranks_that_fail_of_one_request_the_first_is_named() -> None:
+    world = make_world(max_num_seqs=8, tp_size=2)
+    world.submit([2] * 5, max_tokens=12, ignore_eos=True)
+    world.send()
+    assert world.break_epoch(0, rank=1).rank == 1
+    also = StepFailed(world.epoch, 0, 0, "not finite")
+    assert world.scheduler.report(also, world.now) is None
 
 
 def holds(step: Step, request_ids: set[int]) -> bool:
