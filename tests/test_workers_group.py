@@ -100,22 +100,34 @@ def test_the_slowest_rank_decides_the_crossover(monkeypatch: pytest.MonkeyPatch)
     assert agree([None, None]) == [Crossover(1, 128)] * 2
 
 
-def test_a_rank_that_knows_the_crossover_spares_all_from_measuring() -> None:
+def test_a_rank_that_knows_the_crossover_spares_all_from_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where it was measured again, this would need a GPU."""
+    monkeypatch.setattr(crossover, "compile_sums", lambda _: None)
+    monkeypatch.setattr(crossover, "check", lambda *_: None)
     assert agree([None, Crossover(8, 64)]) == [Crossover(8, 64)] * 2
     assert agree([Crossover(1, 2), Crossover(8, 64)]) == [Crossover(1, 2)] * 2
 
 
+def test_once_sums_have_failed_nobody_tries_again() -> None:
+    """Where a newcomer tried, this would need a GPU."""
+    assert agree([NCCL_ALONE, None]) == [NCCL_ALONE] * 2
+
+
+@pytest.mark.parametrize("known", [None, Crossover(8, 64)], ids=["first epoch", "later epoch"])
 def test_sums_that_fail_on_any_rank_are_left_to_nccl_by_all(
-    monkeypatch: pytest.MonkeyPatch,
+    known: Crossover | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In every epoch: a newcomer maps what nobody has looked at."""
+
     def check(memory: PeerMemory, *_: object) -> None:
         if memory.rank == 1:
             raise SumsFail("injected")
 
     monkeypatch.setattr(crossover, "compile_sums", lambda _: None)
     monkeypatch.setattr(crossover, "check", check)
-    assert agree([None, None]) == [NCCL_ALONE] * 2
+    assert agree([known, None]) == [NCCL_ALONE] * 2
     assert memory_of(0).take(0, 1) is not None
     memory = memory_of(0)
     memory.crossover = NCCL_ALONE

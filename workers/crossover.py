@@ -2,7 +2,7 @@
 
 Every rank measures, the slowest rank counts, and all ranks choose from the same figures. Later
 epochs keep the choice, so that a recovery changes no bit of a sum. Sums that do not end, or are not
-NCCL's, are left to NCCL.
+NCCL's, are left to NCCL from then on: every epoch maps memory anew, and looks.
 """
 
 import itertools
@@ -70,20 +70,29 @@ def agree_on_crossover(
     """
     told = roll.hear_all("crossover", _ENCODER.encode(known).decode())
     found = next((c for c in map(_CROSSOVER.decode, told) if c is not None), None)
+    if found != NCCL_ALONE and not _all_are_right(memory, roll, all_reduce, wait):
+        found = NCCL_ALONE
     if found is None:
-        compile_sums(memory)
-        roll.hear_all("compiled", "")  # nobody waits in a kernel for one that is being compiled
-        if roll.all_agree("sums", _are_right(memory, all_reduce, wait)):
-            mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
-            found = choose(slowest(list(map(_TIMES.decode, roll.hear_all("times", mine)))))
-        else:
-            mine, found = "not measured", NCCL_ALONE
-            memory.abort()  # whoever still waits for a peer
+        mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
+        found = choose(slowest(list(map(_TIMES.decode, roll.hear_all("times", mine)))))
         logger.info(
             "sums of up to %d rows in one shot, up to %d in two, NCCL above (ms: %s)", *found, mine
         )
     memory.crossover = found
     return found
+
+
+def _all_are_right(
+    memory: PeerMemory, roll: RollCall, all_reduce: Callable[[torch.Tensor], object], wait: Wait
+) -> bool:
+    """Do sums through this memory end, and end well, on all ranks?"""
+    compile_sums(memory)
+    roll.hear_all("compiled", "")  # nobody waits in a kernel for one that is being compiled
+    if roll.all_agree("sums", _are_right(memory, all_reduce, wait)):
+        return True
+    memory.abort()  # whoever still waits for a peer
+    logger.warning("sums through peer memory fail: NCCL does all of them")
+    return False
 
 
 def _are_right(
@@ -92,7 +101,7 @@ def _are_right(
     try:
         check(memory, all_reduce, wait)
     except SumsFail as error:
-        logger.warning("sums through peer memory fail, NCCL does all of them: %s", error)
+        logger.warning("rank %d: sums through peer memory: %s", memory.rank, error)
         return False
     return True
 
