@@ -23,7 +23,7 @@ from nvserve.protocol.control import (
 from nvserve.protocol.messages import Hello, SchedulerOutput, StepFailed
 from nvserve.protocol.progress import ProgressPage, page_path
 from nvserve.workers.main import run_epoch
-from nvserve.workers.step_result import PeerLost, Pending, Report, Wait
+from nvserve.workers.step_result import PeerLost, Pending, Report, StepResult, Wait
 
 LIMIT_MS = 60_000
 LONG = "a trace, " * 50_000 + "\udcff"
@@ -98,6 +98,41 @@ def test_a_failed_steps_reason_is_short_and_can_be_read(launch: Launch) -> None:
     assert isinstance(hello, Hello)
     assert isinstance(failed, StepFailed)
     assert failed.message == shorten(f"RuntimeError: {LONG}")
+
+
+class Finished(Pending):
+    """A step that is over on the device."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def poll_ms(self) -> int:
+        return 0
+
+    def result(self) -> StepResult:
+        return StepResult(b"garb")
+
+
+class AbortedEngine(FailingEngine):
+    """Its device is freed from waiting for a peer: the step ends, with whatever was there."""
+
+    def launch(self, step: SchedulerOutput) -> Pending:
+        self.is_aborted = True
+        assert self.launcher.send(encode(StartEpoch(1, 1)))
+        return Finished()
+
+    def end(self) -> None:
+        pass
+
+
+def test_what_an_aborted_step_leaves_is_no_result(launch: Launch) -> None:
+    launch.steps.send(encode(SchedulerOutput(0, 0)))
+    engine = AbortedEngine(launch.control, begins=True)
+    run_epoch(launch.context, launch.child, engine, StartEpoch(0, 1, 0, 10))
+    frames = [launch.reports.receive(LIMIT_MS) for _ in range(2)]
+    _, failed = [decode_from_worker(frame) for frame in frames if frame is not None]
+    assert isinstance(failed, StepFailed)
+    assert failed.is_peer_lost
 
 
 def test_the_reason_why_no_group_formed_is_short_and_can_be_read(launch: Launch) -> None:

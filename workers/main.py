@@ -184,8 +184,10 @@ class EpochServer:
             self._moved_s = time.monotonic()
 
     def _finish(self, launched: Launched) -> None:
-        """Report a step that is done."""
+        """Report a step that is done, unless it is for want of a peer."""
         try:
+            if self._engine.is_aborted:  # which ends what the device waits for, with any result
+                raise PeerLost(f"rank {self._rank}: the group was aborted")
             result = launched.pending.result()
         except Exception as error:
             self._fail(launched.step, error)
