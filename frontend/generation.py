@@ -43,8 +43,8 @@ class Delta(msgspec.Struct, gc=False):
 class Plan(msgspec.Struct, frozen=True):
     """One client request, checked: what to submit and how to put it out.
 
-    `is_score_only`: the client wants no output, only scores of its prompt. One token is sampled
-    behind it all the same, and never shown.
+    `is_score_only`: the client wants no output, only scores of its prompt or core's word on its
+    grammar. One token is sampled behind it all the same, and never shown.
     """
 
     prompts: list[list[int]]

@@ -4,15 +4,18 @@ Each handler reads a bounded body, has the service plan and start a generation, 
 whole document or a stream. The status line of a generation waits for core's answer.
 """
 
+import asyncio
 import importlib.metadata
 import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.routing import Route, Router
 
 from nvserve.frontend import metrics, openapi
+from nvserve.frontend.bulk import FREE_BYTES
 from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
@@ -34,6 +37,7 @@ from nvserve.protocol.control import State
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
+T = TypeVar("T", bound=msgspec.Struct)
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -127,6 +131,20 @@ class _Api:
     def __init__(self, service: Service) -> None:
         self._service: Final = service
         self._tokenizer: Final = service.tokenizer
+        self._large: Final = asyncio.Lock()  # one large body is decoded at a time
+
+    async def _body(self, body_type: type[T], exchange: Exchange) -> T:
+        """The body, checked. Between two large ones what else runs gets as much time as they."""
+        raw = await exchange.read_json()
+        max_ids = self._service.config.max_model_len
+        if len(raw) <= FREE_BYTES:
+            return parse(body_type, raw, max_ids)
+        async with self._large:
+            begun = time.monotonic()
+            try:
+                return parse(body_type, raw, max_ids)
+            finally:
+                await asyncio.sleep(time.monotonic() - begun)
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -134,7 +152,7 @@ class _Api:
         """POST /v1/completions."""
         self._service.check_open()
         timeout_s = exchange.timeout_s()
-        body = parse(CompletionBody, await exchange.read_json())
+        body = await self._body(CompletionBody, exchange)
         self._service.check_model(body.model)
         plan = msgspec.structs.replace(
             await self._service.plan_completion(body), timeout_s=timeout_s
@@ -146,7 +164,7 @@ class _Api:
         """POST /v1/chat/completions."""
         self._service.check_open()
         timeout_s = exchange.timeout_s()
-        body = parse(ChatBody, await exchange.read_json())
+        body = await self._body(ChatBody, exchange)
         self._service.check_model(body.model)
         plan = msgspec.structs.replace(await self._service.plan_chat(body), timeout_s=timeout_s)
         await self._generate(exchange, body, plan, is_chat=True, echoed=[])
@@ -276,7 +294,7 @@ class _Api:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = parse(TokenizeBody, await exchange.read_json())
+        body = await self._body(TokenizeBody, exchange)
         self._service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -304,7 +322,7 @@ class _Api:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = parse(DetokenizeBody, await exchange.read_json())
+        body = await self._body(DetokenizeBody, exchange)
         self._service.check_model(body.model)
         num_tokens, most = len(body.tokens), self._service.config.max_model_len
         if num_tokens > most:

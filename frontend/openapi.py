@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from nvserve.frontend.bulk import MAX_PROMPTS
 from nvserve.frontend.params import (
     MAX_BAD_WORDS,
     MAX_PRIORITY,
@@ -16,7 +17,6 @@ from nvserve.frontend.params import (
 from nvserve.frontend.schema import (
     FORMATS,
     MAX_N,
-    MAX_PROMPTS,
     ROLES,
     ChatBody,
     CompletionBody,

@@ -24,6 +24,7 @@ MAX_PRIORITY: Final = 2**31 - 1
 MAX_TIMEOUT_S: Final = 86400.0
 SEED_MASK: Final = 2**63 - 1
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+_LONG_NUMBER: Final = re.compile(r"-?[0-9]{21,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def resolve_sampling(
     try:
         check_sampling(params, limits.vocab_size)
     except BadParameter as error:
-        raise invalid(error.param, str(error).removeprefix(f"{error.param} ")) from error
+        told = str(error).removeprefix(f"{error.param} ")
+        raise invalid(error.param, _LONG_NUMBER.sub("a number of that size", told)) from error
     return params
 
 

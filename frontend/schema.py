@@ -11,14 +11,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from nvserve.frontend.bulk import check_bulk
+from nvserve.frontend.bulk import MAX_PROMPTS, check_bulk
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.schema_nulls import are_worth_a_look, without_nulls
 from nvserve.protocol.client_messages import SamplingFields
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_PROMPTS: Final = 1024  # in one body, and also prompts x n
 MAX_N: Final = 128
 MAX_TURNS: Final = 8192  # messages with the parts and calls in them
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -179,11 +178,14 @@ _DECODERS: Final = {
 }
 
 
-def parse(body_type: type[T], raw: bytes) -> T:
-    """A validated body, or a 400 that names the field at fault."""
+def parse(body_type: type[T], raw: bytes, max_ids: int | None = None) -> T:
+    """A validated body, or a 400 that names the field at fault.
+
+    `max_ids`: the context's length, if known; of more ids a large body is not decoded.
+    """
     decoder: msgspec.json.Decoder[T] = _DECODERS[body_type]  # type: ignore[index, assignment]  # keyed by its own type
     try:
-        check_bulk(body_type, raw)
+        check_bulk(body_type, raw, max_ids)
         try:
             return decoder.decode(raw)
         except msgspec.ValidationError as error:

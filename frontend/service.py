@@ -5,12 +5,13 @@ connection.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
 import msgspec
 
+from nvserve.frontend.bulk import MAX_PROMPTS
 from nvserve.frontend.chat_parts import THINK, Splitter
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
@@ -20,6 +21,7 @@ from nvserve.frontend.ongoing import Ongoing, have_ended
 from nvserve.frontend.params import (
     Limits,
     check_prompt,
+    check_prompt_size,
     resolve_max_tokens,
     resolve_priority,
     resolve_salt,
@@ -28,7 +30,6 @@ from nvserve.frontend.params import (
     resolve_text_rules,
 )
 from nvserve.frontend.schema import (
-    MAX_PROMPTS,
     ChatBody,
     CompletionBody,
     check_chat,
@@ -46,6 +47,7 @@ from nvserve.protocol.sampling import SamplingParams
 NO_TOOLS: Final = ToolPlan([])
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
 CLOSED_RETRY_AFTER_S: Final = 5.0
+GROUP_CHARS: Final = 64_000  # of many texts, encoded at once
 
 
 class Service:
@@ -210,9 +212,15 @@ class Service:
 
     async def _encoded(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts:
-            return await self.tokenizer.encode(texts, param="prompt")
-        return [prompt for prompt in prompts if isinstance(prompt, list)]
+        if not texts:
+            return [prompt for prompt in prompts if isinstance(prompt, list)]
+        found: list[list[int]] = []
+        for group in _grouped(texts):  # with others' texts between them, and none behind a bad one
+            encoded = await self.tokenizer.encode(group, param="prompt")
+            for ids in encoded:
+                check_prompt_size(len(ids), self.limits)
+            found += encoded
+        return found
 
     def _plan(
         self,
@@ -253,7 +261,7 @@ class Service:
             sampling.append(by_max_tokens[room])
         if self.config.device == "sim":
             _refuse_what_needs_a_model(sampling[0])
-        is_score_only = asked == 0 and prompt_logprobs is not None
+        is_score_only = asked == 0 and (prompt_logprobs is not None or grammar is not None)
         if is_score_only:  # scores come with a prefill, and a prefill ends with a token
             sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
         return Plan(
@@ -298,6 +306,16 @@ class Service:
         generation.start(sink, emitted)
         self._open.add(generation)
         generation.on_over(self._open.discard)
+
+
+def _grouped(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in order; each group but the last one has enough for a while."""
+    start = num_chars = 0
+    for end, text in enumerate(texts, 1):
+        num_chars += len(text)
+        if num_chars >= GROUP_CHARS or end == len(texts):
+            yield texts[start:end]
+            start, num_chars = end, 0
 
 
 def _most(*counts: int | None) -> int | None:

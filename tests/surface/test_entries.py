@@ -243,6 +243,8 @@ SAMPLING: list[Case] = [
     ({"top_k": 0}, "top_k"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 2**40}, "top_k"),
+    ({"top_k": 10**4000}, "top_k"),
+    ({"stop_token_ids": [10**4000]}, "stop_token_ids"),
     ({"min_p": 2}, "min_p"),
     ({"min_p": -1}, "min_p"),
     ({"presence_penalty": 1e308}, "presence_penalty"),
@@ -449,6 +451,23 @@ def test_a04_no_output_tokens_over_zmq(target: Asker, dealer: Dealer, scores: in
     assert (last.num_output_tokens, token_ids, text) == (0, [], "")
     assert last.finish_reason == "length"
     target.check_alive()
+
+
+BAD_FORMS: list[Case] = [
+    ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs.json"),
+]
+
+
+def test_a10_a_bad_grammar_is_refused_without_output_too(target: Asker, dealer: Dealer) -> None:
+    good: list[Case] = [({"structured_outputs": {"regex": "a+"}}, None)]
+    for more in ({}, {"echo": True}):
+        base = {"prompt": "a b c", "max_tokens": 0, **more}
+        try_over_http(target, COMPLETIONS, base, BAD_FORMS + good)
+    answer = target.complete(prompt="a", max_tokens=0, guided_regex="a+")
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 0)
+    base = {"prompt": "a b c", "params": {"max_tokens": 0}}
+    try_over_zmq(target, dealer, base, with_params(BAD_FORMS + good))
 
 
 # -- A05: fan-out ----------------------------------------------------------------------------------

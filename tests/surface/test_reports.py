@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 from process.server import wait_for
-from surface.asking import Asker
+from surface.asking import Asker, in_time
 from tokenizers import Tokenizer
 
 from nvserve.protocol.client_messages import Hello, Submit, encode_client
@@ -62,6 +62,7 @@ HUGE = {
         b"/v1/chat/completions",
         json.dumps({"messages": [{"role": "user", "content": HUGE_TEXT}]}).encode(),
     ),
+    "ids": (b"/v1/completions", b'{"prompt":[5' + b",5" * 2_600_000 + b"]}"),
     "frame": (b"", encode_client(Submit(id=1, prompt=HUGE_TEXT))),
 }
 
@@ -142,6 +143,31 @@ def test_a12_prompts_of_five_megabytes_stall_nobody(asker: Asker, door: str) -> 
     else:
         pytest.fail(f"longest token gap and wait for /health, by round: {waits}")
     asker.check_alive()
+
+
+def test_a12_many_prompts_are_encoded_up_to_the_first_that_is_too_long(asker: Asker) -> None:
+    """Each of these could fit; to encode all would take a core ten seconds."""
+    prompts = ["a " * 14_000] * 1_024
+    error = in_time(3.0, lambda: asker.refusal("/v1/completions", {"prompt": prompts}))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_a12_nobody_waits_until_all_of_anothers_prompts_are_encoded(asker: Asker) -> None:
+    """The longest wait for one prompt, as a share of the time that three bodies of many take."""
+    many = {"prompt": ["a " * 2_000] * 1_023 + ["a " * 14_000]}
+    shares: list[float] = []
+    while not shares or shares[-1] > 0.25:
+        assert len(shares) < NUM_ROUNDS, shares
+        waits: list[float] = []
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            begun = time.monotonic()
+            crowd = [pool.submit(asker.refusal, "/v1/completions", many) for _ in range(3)]
+            while not all(one.done() for one in crowd):
+                asked = time.monotonic()
+                asker.complete(prompt="a " * 1_500, max_tokens=1)
+                waits.append(time.monotonic() - asked)
+            shares.append(max(waits) / (time.monotonic() - begun))
+            assert {one.result()["code"] for one in crowd} == {"context_length_exceeded"}
 
 
 # -- A14 -------------------------------------------------------------------------------------------
