@@ -4,8 +4,8 @@ Believes nothing: a fault, or an answer that no correct worker gives, raises Epo
 """
 
 import zlib
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from nvserve.core.errors import EpochFault
@@ -24,8 +24,7 @@ class Step:
     number: int
     rows: list[Request]  # the decode list in order, then the chunks that sample
     chunks: list[tuple[Request, int, int]]  # request, start, end
-    num_reports: int = 0
-    checksum: int | None = None  # of the first report
+    checksums: dict[int, int] = field(default_factory=dict)  # by rank that has reported
     output: ModelOutput | None = None
     token_ids: list[int] | None = None  # by row, checked
 
@@ -100,21 +99,14 @@ class StepLedger:
         self._expected[rank] += 1
         if isinstance(message, ModelOutput):
             self._take_output(step, message)
-        if step.checksum is None:
-            step.checksum = message.checksum
-        elif step.checksum != message.checksum:
-            raise EpochFault(
-                rank,
-                message.step,
-                f"rank {rank} sampled other ids in step {message.step}:"
-                f" checksum {message.checksum:#x}, others {step.checksum:#x}",
-            )
-        step.num_reports += 1
+        step.checksums[rank] = message.checksum
+        if len(step.checksums) == len(self._expected):
+            _compare(step)
         return True
 
     def pop_complete(self) -> Step | None:
         """The oldest step, once all ranks have reported it."""
-        if not self._steps or self._steps[0].num_reports < len(self._expected):
+        if not self._steps or len(self._steps[0].checksums) < len(self._expected):
             return None
         return self._steps.popleft()
 
@@ -139,6 +131,20 @@ class StepLedger:
             )
         step.output = output
         step.token_ids = token_ids
+
+
+def _compare(step: Step) -> None:
+    """EpochFault for a rank that sampled other ids than most; of two, the later one."""
+    if len(set(step.checksums.values())) == 1:
+        return
+    [(usual, _)] = Counter(step.checksums.values()).most_common(1)
+    rank, checksum = next((r, c) for r, c in step.checksums.items() if c != usual)
+    raise EpochFault(
+        rank,
+        step.number,
+        f"rank {rank} sampled other ids in step {step.number}:"
+        f" checksum {checksum:#x}, others {usual:#x}",
+    )
 
 
 def _are_rows(rows: list[int], num_rows: int) -> bool:

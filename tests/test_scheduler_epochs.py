@@ -139,6 +139,23 @@ def test_ranks_that_sampled_other_ids_break_the_epoch() -> None:
     assert world.scheduler.requests[1].num_output == 0  # nothing of the step was taken
 
 
+@pytest.mark.parametrize("odd", [1, 2, 3])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]])
+def test_the_rank_that_sampled_otherwise_is_at_fault_whoever_reports_first(
+    odd: int, order: list[int]
+) -> None:
+    world = make_world(tp_size=4)
+    output = ready_output(world)
+    reports = {
+        rank: StepDone(0, 0, rank, output.checksum + (rank == odd)) if rank else output
+        for rank in range(4)
+    }
+    told = [world.scheduler.report(reports[rank], world.now) for rank in order]
+    assert told[:-1] == [None] * 3
+    assert told[-1] is not None
+    assert told[-1].rank == odd
+
+
 def test_a_repeated_report_is_dropped_and_counted() -> None:
     world = make_world()
     output = ready_output(world)
