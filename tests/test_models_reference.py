@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_reference import prompt_logits
 from step_driver import (
     Ask,
     Case,
@@ -15,9 +16,6 @@ from step_driver import (
     run_ranks,
     save_model,
 )
-
-from nvserve.protocol.messages import Chunks, NewRows, SchedulerOutput, TableChanges, pack_ids
-from nvserve.protocol.sampling import SamplingParams
 
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 EXTRAS: dict[str, dict[str, object]] = {"Qwen3ForCausalLM": {"head_dim": 16}}
@@ -49,23 +47,6 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def driver(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> StepDriver:
     torch.set_num_threads(1)
     return make_driver(subject.folder, tmp_path_factory.mktemp("launch"))
-
-
-def prompt_logits(driver: StepDriver, prompt: list[int]) -> torch.Tensor:
-    """Logits behind every token of a prompt, run as one chunk in slot 0; [T, V]."""
-    runner, batch = driver.runner, driver.runner.batch
-    num_blocks = -(-len(prompt) // batch.block_size)
-    blocks = pack_ids(list(range(1, num_blocks + 1)))
-    new = NewRows([0], [SamplingParams()], [0], [b""], [b""])
-    delta = SchedulerOutput(0, 0, new=new, tables=TableChanges([0], [0], [num_blocks], blocks))
-    with torch.inference_mode():
-        batch.apply(delta)
-        chunks = Chunks([0], [0], [len(prompt)], pack_ids(prompt), [True])
-        inputs = batch.chunk_inputs(batch.upload_chunks(chunks))
-        hidden = runner.model.forward(inputs, runner.cache, runner.backend)
-        logits = runner.model.logits(hidden)
-        batch.apply(SchedulerOutput(0, 1, freed=[0]))
-    return logits
 
 
 def test_logits_are_those_of_transformers(subject: Subject, driver: StepDriver) -> None:

@@ -13,12 +13,15 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nvserve.workers.models.config import read_json
+from nvserve.workers.models.fields import read_json
 from nvserve.workers.models.layers import Parameter
 from nvserve.workers.step_result import ModelRefused
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+COMPARED_ROWS: Final = 4096  # of the two above, at a time
 DUMMY_STD: Final = 0.02
 DUMMY_CHUNK: Final = 1 << 24  # values of a random tensor that are made at a time
 
@@ -32,7 +35,7 @@ Report = Callable[[float], None]  # the part that is done, 0 to 1
 def load(model: Path, parameters: list[Parameter], is_tied: bool, report: Report) -> None:
     """Fill all parameters from the checkpoint in `model`; ModelRefused when anything is amiss.
 
-    A tied model may carry a head in its checkpoint; the embedding serves, as its config says.
+    A tied model may carry a head in its checkpoint, which must be its embedding again.
     """
     wanted = {parameter.name: parameter for parameter in parameters}
     assert len(wanted) == len(parameters), "two parameters share a name"
@@ -51,6 +54,31 @@ def load(model: Path, parameters: list[Parameter], is_tied: bool, report: Report
                 _fill(wanted[name], checkpoint.get_slice(name), path)
                 num_done += wanted[name].target.numel()
                 report(num_done / total)
+    if is_tied and HEAD in files:
+        _check_head(wanted[EMBEDDING], files[HEAD])
+
+
+def _check_head(embedding: Parameter, path: Path) -> None:
+    """Refuse a tied model whose head in this file is another one: which is meant, none can tell."""
+    with _open(path) as checkpoint:
+        if _holds(checkpoint.get_slice(HEAD), embedding):
+            return
+    raise ModelRefused(
+        f"{HEAD} in {path.name} differs from {EMBEDDING}, though config.json says"
+        " tie_word_embeddings: it must say false if the head is to serve"
+    )
+
+
+def _holds(source: Any, parameter: Parameter) -> bool:
+    """Is the checkpoint's tensor what this parameter was filled with, as far as this rank sees?"""
+    if tuple(source.get_shape()) != parameter.full_shape:
+        return False
+    for first in range(0, len(parameter.target), COMPARED_ROWS):
+        here = parameter.target[first : first + COMPARED_ROWS].cpu()
+        start = parameter.start + first
+        if not torch.equal(source[start : start + len(here)].to(here.dtype), here):
+            return False
+    return True
 
 
 def _some(names: list[str]) -> str:
@@ -60,7 +88,7 @@ def _some(names: list[str]) -> str:
 
 
 def _is_known_extra(name: str, is_tied: bool) -> bool:
-    return name.endswith(_KNOWN_EXTRAS) or (is_tied and name == "lm_head.weight")
+    return name.endswith(_KNOWN_EXTRAS) or (is_tied and name == HEAD)
 
 
 def _open(path: Path) -> Any:
@@ -75,7 +103,7 @@ def _open(path: Path) -> Any:
 def _files_by_name(model: Path) -> dict[str, Path]:
     """Which file holds each tensor; refuses doubled tensors and an index that is not true."""
     files: dict[str, Path] = {}
-    index = _read_index(model)
+    index = {} if (model / SINGLE).exists() else _read_index(model)
     paths = sorted({model / shard for shard in index.values()}) if index else _unindexed(model)
     for path in paths:
         with _open(path) as checkpoint:

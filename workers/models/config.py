@@ -3,25 +3,15 @@
 Knows names of config.json fields that all families share; the families add their own.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from nvserve.workers.models.fields import Fields, positive_int, positive_number
+from nvserve.workers.models.rope import RopeConfig, read_rope
 from nvserve.workers.step_result import ModelRefused
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are scaled for longer contexts."""
-
-    theta: float
-    kind: str = "default"  # default, linear or llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, like the two below
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+MAX_POSITION: Final = 2048  # what a config.json without max_position_embeddings means
 
 
 @dataclass(frozen=True)
@@ -37,6 +27,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    context_len: int  # tokens that positions are made for
     rope: RopeConfig
     is_tied: bool  # the head reads the embedding's weights
     has_qkv_bias: bool = False
@@ -45,77 +36,66 @@ class DecoderConfig:
     has_qk_norm: bool = False
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model folder; ModelRefused says what is wrong with it."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelRefused(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ModelRefused(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelRefused(f"{path} holds no JSON object")
-    return content
-
-
-def read_shared(fields: dict[str, Any]) -> dict[str, Any]:
+def read_shared(fields: Fields) -> dict[str, Any]:
     """The arguments of DecoderConfig that every family spells alike."""
-    if fields.get("quantization_config"):
-        raise ModelRefused("quantized checkpoints are not supported")
-    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelRefused(f"hidden_act {fields['hidden_act']!r} is not supported, only silu")
-    num_heads = _positive(fields, "num_attention_heads")
-    hidden_size = _positive(fields, "hidden_size")
+    _check_plain(fields)
+    num_heads = positive_int(fields, "num_attention_heads")
+    hidden_size = positive_int(fields, "hidden_size")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelRefused(
+            f"config.json: num_attention_heads {num_heads} does not divide hidden_size"
+            f" {hidden_size}, and there is no head_dim"
+        )
+    head_dim = positive_int(fields, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelRefused(f"config.json: head_dim {head_dim} is odd, rotation needs pairs")
+    max_position = positive_int(fields, "max_position_embeddings", MAX_POSITION)
+    rope = read_rope(fields, max_position)
     return {
         "architecture": fields["architectures"][0],
-        "vocab_size": _positive(fields, "vocab_size"),
+        "vocab_size": positive_int(fields, "vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": _positive(fields, "intermediate_size"),
-        "num_layers": _positive(fields, "num_hidden_layers"),
+        "intermediate_size": positive_int(fields, "intermediate_size"),
+        "num_layers": positive_int(fields, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": _positive(fields, "num_key_value_heads", num_heads),
-        "head_dim": _positive(fields, "head_dim", hidden_size // num_heads),
-        "norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
-        "rope": read_rope(fields),
+        "num_kv_heads": positive_int(fields, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
+        "context_len": _context_len(max_position, rope),
+        "rope": rope,
         "is_tied": bool(fields.get("tie_word_embeddings", False)),
     }
 
 
-def _positive(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or value <= 0:
-        raise ModelRefused(f"config.json: {name} must be a positive integer, not {value!r}")
-    return value
+def _check_plain(fields: Fields) -> None:
+    """Refuse what would be another model than its other numbers tell."""
+    if fields.get("quantization_config"):
+        raise ModelRefused("config.json: quantization_config: quantized weights are not supported")
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelRefused(f"config.json: hidden_act {fields['hidden_act']!r} is not silu")
+    if fields.get("is_causal") is False:
+        raise ModelRefused("config.json: is_causal false: this model reads ahead, it cannot write")
+    if fields.get("per_layer_config"):
+        raise ModelRefused("config.json: per_layer_config: layers that differ are not supported")
 
 
-def read_rope(fields: dict[str, Any]) -> RopeConfig:
-    """Rotary settings, from rope_parameters (transformers 5) or rope_theta and rope_scaling."""
-    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    partial = fields.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelRefused("rotary embedding of a part of each head is not supported")
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelRefused(f"rope scaling {kind!r} is not supported: default, linear or llama3 are")
-    if kind == "default":
-        return RopeConfig(theta)
-    try:
-        factor = float(scaling["factor"])
-        if kind == "linear":
-            return RopeConfig(theta, kind, factor)
-        return RopeConfig(
-            theta,
-            kind,
-            factor,
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(scaling["original_max_position_embeddings"]),
+def _context_len(max_position: int, rope: RopeConfig) -> int:
+    """YaRN is often added to a config.json whose max_position_embeddings stays as it was."""
+    if rope.kind != "yarn":
+        return max_position
+    return max(max_position, int(rope.factor * rope.original_max_position))
+
+
+def check_window(config: DecoderConfig, fields: Fields, default: int) -> DecoderConfig:
+    """The config again if layers that see sliding_window tokens only see all there can be."""
+    window = positive_int(fields, "sliding_window", default)
+    if window < config.context_len:
+        raise ModelRefused(
+            f"config.json: sliding_window {window} is less than the context of"
+            f" {config.context_len} tokens, and sliding-window attention is not supported;"
+            f" with max_position_embeddings {window} it would not be needed"
         )
-    except KeyError as error:
-        raise ModelRefused(f"config.json: rope scaling {kind!r} lacks {error}") from error
+    return config
 
 
 def check_parallel(config: DecoderConfig, tp_size: int) -> None:

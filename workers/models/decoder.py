@@ -1,4 +1,4 @@
-"""The dense decoder that Llama, Qwen2 and Qwen3 share, for one tensor-parallel rank.
+"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share, for one tensor-parallel rank.
 
 Q, K, V, gate and up are cut by columns, the output and down projections by rows, whose results are
 each rank's part of a sum; the embedding and the head are cut along the vocabulary.

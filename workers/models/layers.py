@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nvserve.kernels.attention import AttentionBackend, AttentionMetadata
-from nvserve.workers.models.config import RopeConfig
+from nvserve.workers.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,43 @@ def rotary_table(
     frequencies = scale_frequencies(1.0 / rope.theta**exponents, rope)
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    return table.to(device)
 
 
 def scale_frequencies(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Rotary frequencies [D/2] for contexts longer than the model was first trained for.
 
-    linear divides all by the factor. llama3 does so only for wavelengths too long for the original
-    context, keeps the short ones, and blends between.
+    linear divides all by the factor. llama3 and yarn do so only for wavelengths too long for the
+    original context, keep the short ones, and blend between: llama3 along how often a frequency
+    turns in that context, yarn along its index.
     """
     if rope.kind == "default":
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # within the old context
-    span = rope.high_freq_factor - rope.low_freq_factor
-    keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
+    if rope.kind == "llama3":
+        turns = rope.original_max_position * frequencies / (2 * math.pi)
+        span = rope.high_freq_factor - rope.low_freq_factor
+        keep = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
+    else:
+        first, last = _yarn_range(2 * len(frequencies), rope)
+        keep = 1.0 - ((torch.arange(len(frequencies)) - first) / (last - first)).clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
+
+
+def _yarn_range(head_dim: int, rope: RopeConfig) -> tuple[float, float]:
+    """Indices of the frequencies that turn beta_fast and beta_slow times in the old context."""
+    first, last = (
+        head_dim
+        * math.log(rope.original_max_position / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 if first == last else last
 
 
 @dataclass

@@ -1,11 +1,10 @@
 """Llama: the plain decoder, with optional biases."""
 
-from typing import Any
-
 from nvserve.workers.models.config import DecoderConfig, read_shared
+from nvserve.workers.models.fields import Fields
 
 
-def read_llama(fields: dict[str, Any]) -> DecoderConfig:
+def read_llama(fields: Fields) -> DecoderConfig:
     """The decoder that a LlamaForCausalLM config.json describes."""
     has_bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(

@@ -1,13 +1,35 @@
 """Qwen2 and Qwen2.5: a decoder whose Q, K and V projections always have a bias."""
 
-from typing import Any
+from typing import Final
 
-from nvserve.workers.models.config import DecoderConfig, read_shared
+from nvserve.workers.models.config import DecoderConfig, check_window, read_shared
+from nvserve.workers.models.fields import Fields
 from nvserve.workers.step_result import ModelRefused
 
+WINDOW: Final = 4096  # what the family means when config.json does not tell
+NUM_WIDE_LAYERS: Final = 28
 
-def read_qwen2(fields: dict[str, Any]) -> DecoderConfig:
+
+def read_qwen2(fields: Fields) -> DecoderConfig:
     """The decoder that a Qwen2ForCausalLM config.json describes."""
-    if fields.get("use_sliding_window"):
-        raise ModelRefused("sliding-window attention is not supported")
-    return DecoderConfig(**read_shared(fields), has_qkv_bias=True)
+    return check_layers(DecoderConfig(**read_shared(fields), has_qkv_bias=True), fields)
+
+
+def check_layers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """The config again unless some layers, which Qwen3 tells alike, attend to less than all."""
+    has_window = bool(fields.get("use_sliding_window")) and (
+        fields.get("sliding_window", WINDOW) is not None
+    )
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        num_wide = fields.get("max_window_layers", NUM_WIDE_LAYERS)
+        if not isinstance(num_wide, int):
+            raise ModelRefused(f"config.json: max_window_layers must be a number, not {num_wide!r}")
+        is_sliding = has_window and num_wide < config.num_layers
+        return check_window(config, fields, WINDOW) if is_sliding else config
+    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
+        raise ModelRefused(f"config.json: layer_types must name {config.num_layers} layers")
+    for kind in kinds:
+        if kind != "full_attention" and (kind != "sliding_attention" or not has_window):
+            raise ModelRefused(f"config.json: layer_types: {kind!r} is not supported")
+    return check_window(config, fields, WINDOW) if "sliding_attention" in kinds else config

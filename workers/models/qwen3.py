@@ -1,19 +1,19 @@
 """Qwen3 (dense): a decoder that normalizes each head of Q and K, with its own head size."""
 
-from typing import Any
+from typing import Final
 
 from nvserve.workers.models.config import DecoderConfig, read_shared
-from nvserve.workers.step_result import ModelRefused
+from nvserve.workers.models.fields import Fields
+from nvserve.workers.models.qwen2 import check_layers
 
-HEAD_DIM = 128  # what the family means when config.json has no head_dim
+HEAD_DIM: Final = 128  # what the family means when config.json has no head_dim
 
 
-def read_qwen3(fields: dict[str, Any]) -> DecoderConfig:
+def read_qwen3(fields: Fields) -> DecoderConfig:
     """The decoder that a Qwen3ForCausalLM config.json describes."""
-    if fields.get("use_sliding_window"):
-        raise ModelRefused("sliding-window attention is not supported")
     has_bias = bool(fields.get("attention_bias", False))
-    shared = read_shared({"head_dim": HEAD_DIM, **fields})
-    return DecoderConfig(
+    shared = read_shared({**fields, "head_dim": fields.get("head_dim") or HEAD_DIM})
+    config = DecoderConfig(
         **shared, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True
     )
+    return check_layers(config, fields)

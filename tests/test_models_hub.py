@@ -1,0 +1,283 @@
+"""Model folders as hubs hold them: the answers of transformers from the same files, or a refusal.
+
+A refusal names the field of config.json that is to blame.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_reference import prompt_logits
+from safetensors.torch import load_file, save_file
+from step_driver import Ask, greedy_reference, make_driver, save_model
+
+from nvserve.workers.models.registry import read_config
+from nvserve.workers.step_result import ModelRefused
+
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+ORIGINAL = 32  # context before scaling; prompts are shorter, as long and longer
+LENGTHS = (3, ORIGINAL, 120)
+PROMPT = [5, 6, 7, 8] * 6
+
+Fields = dict[str, Any]
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+OLD = {"rope_parameters": None, "rope_theta": 5e4}  # before transformers 5
+
+
+def make_folder(folder: Path, architecture: str, changes: Fields, **made: object) -> Path:
+    """A tiny model whose config.json is changed after it was written."""
+    save_model(folder, architecture, **made)
+    edit_config(folder, lambda fields: fields.update(changes))
+    return folder
+
+
+def edit_config(folder: Path, change: Callable[[Fields], object]) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    change(fields)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def assert_same_as_transformers(folder: Path) -> None:
+    torch.set_num_threads(1)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32).eval()
+    driver = make_driver(folder, folder)
+    for length in LENGTHS:
+        prompt = [token * 7 % 97 for token in range(length)]
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(prompt_logits(driver, prompt), expected, atol=1e-4, rtol=1e-5)
+    assert driver.generate([Ask(PROMPT, 16)]) == [greedy_reference(model, PROMPT, 16)]
+
+
+# -- rotary settings -----------------------------------------------------------------------------
+
+ROPES: dict[str, Fields] = {
+    "none": {"rope_parameters": None},
+    "theta-beside": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e5},
+    "theta-in-both": {"rope_parameters": {"rope_theta": 1e3}, "rope_theta": 3e5},
+    "old-empty": {**OLD, "rope_scaling": {}},
+    "old-linear": {**OLD, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "both-spellings": {**OLD, "rope_scaling": {"rope_type": "linear", "type": "x", "factor": 2}},
+    "both-keys": {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3},
+    },
+    "old-llama3": {
+        **OLD,
+        "rope_scaling": {
+            **{k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+            "rope_type": "llama3",
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    },
+    "llama3-without-original": {
+        "rope_parameters": {"rope_type": "llama3", **LLAMA3},
+        "max_position_embeddings": ORIGINAL,
+    },
+    "llama3-original-beside": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            **LLAMA3,
+            "original_max_position_embeddings": 200,
+        },
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    "old-yarn": {
+        **OLD,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    },
+}
+YARNS: dict[str, Fields] = {
+    "plain": {},
+    "attention-factor": {"attention_factor": 1.7},
+    "betas": {"beta_fast": 8, "beta_slow": 2, "truncate": False},
+    "mscale": {"mscale": 1.2, "mscale_all_dim": 0.7},
+    "factor-below-one": {"factor": 0.5},
+    "factor-of-the-contexts": {"factor": None},
+    "narrow": {"beta_fast": 1, "beta_slow": 1},
+}
+ROPES |= {
+    f"yarn-{name}": {
+        "rope_parameters": {**YARN, "original_max_position_embeddings": ORIGINAL, **changes}
+    }
+    for name, changes in YARNS.items()
+}
+
+
+@pytest.mark.parametrize("changes", ROPES.values(), ids=ROPES)
+def test_rotary_settings_in_every_spelling_are_those_of_transformers(
+    tmp_path: Path, changes: Fields
+) -> None:
+    assert_same_as_transformers(make_folder(tmp_path, LLAMA, changes))
+
+
+@pytest.mark.parametrize("architecture", [MISTRAL, QWEN2, QWEN3])
+def test_every_family_reads_yarn(tmp_path: Path, architecture: str) -> None:
+    made = {"head_dim": 16} if architecture == QWEN3 else {}
+    changes = {**ROPES["old-yarn"], "sliding_window": None}
+    assert_same_as_transformers(make_folder(tmp_path, architecture, changes, **made))
+
+
+@pytest.mark.parametrize(
+    ("kind", "context_len"), [("yarn", 1024), ("linear", 256), ("dynamic", 256)]
+)
+def test_yarn_widens_a_context_that_config_json_left_as_it_was(
+    tmp_path: Path, kind: str, context_len: int
+) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    folder = make_folder(tmp_path, LLAMA, {"rope_parameters": rope})
+    assert read_config(folder).context_len == context_len
+
+
+# -- shapes, biases, windows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "made", "changes"),
+    [
+        (LLAMA, {}, {"head_dim": None}),
+        (QWEN2, {"head_dim": 16}, {}),
+        (MISTRAL, {"head_dim": 24}, {"sliding_window": None}),
+        (LLAMA, {"num_key_value_heads": 8}, {"num_key_value_heads": None}),
+        (QWEN3, {"num_key_value_heads": 1, "head_dim": 16}, {}),
+        (LLAMA, {"mlp_bias": True}, {}),
+        (QWEN2, {}, {"attention_bias": False}),
+        (LLAMA, {"rms_norm_eps": 0.3}, {}),
+        (LLAMA, {}, {"hidden_act": "swish"}),
+        (LLAMA, {}, {"attention_dropout": 0.5, "pretraining_tp": 2}),
+        (LLAMA, {}, {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+        (MISTRAL, {}, {"sliding_window": 256}),
+        (QWEN2, {}, {"sliding_window": 8, "max_window_layers": 0}),
+        (QWEN2, {}, {**SLIDING, "max_window_layers": 2}),
+        (QWEN2, {}, {**SLIDING, "sliding_window": 256, "max_window_layers": 0}),
+        (QWEN3, {"head_dim": 16}, {**SLIDING, "layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_other_settings_are_those_of_transformers(
+    tmp_path: Path, architecture: str, made: Fields, changes: Fields
+) -> None:
+    assert_same_as_transformers(make_folder(tmp_path, architecture, changes, **made))
+
+
+def test_fields_that_are_absent_mean_what_they_do_in_transformers(tmp_path: Path) -> None:
+    save_model(tmp_path, LLAMA, num_key_value_heads=8)
+    known = {"architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size"}
+    known |= {"num_hidden_layers", "num_attention_heads"}
+    edit_config(tmp_path, lambda fields: [fields.pop(k) for k in list(fields) if k not in known])
+    assert_same_as_transformers(tmp_path)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def double_the_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: t.bfloat16() for name, t in tensors.items() if "norm" not in name})
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "change"), [(True, double_the_head), (False, narrow)], ids=["head", "dtypes"]
+)
+def test_tensors_that_hubs_hold_are_read_as_transformers_does(
+    tmp_path: Path, is_tied: bool, change: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    save_model(tmp_path, LLAMA, tie_word_embeddings=is_tied)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_as_transformers(tmp_path)
+
+
+def test_one_whole_file_is_read_and_not_the_shards_beside_it(tmp_path: Path) -> None:
+    save_model(tmp_path, LLAMA)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.wq": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    assert_same_as_transformers(tmp_path)
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+REFUSALS: list[tuple[str, Fields, str]] = [
+    (LLAMA, {"model_type": "granite", "logits_scaling": 8.0}, "model_type 'granite'"),
+    (LLAMA, {"model_type": "gemma"}, "model_type 'gemma'"),
+    (LLAMA, {"architectures": [LLAMA, "X"]}, "architectures"),
+    (LLAMA, {"architectures": LLAMA}, "architectures"),
+    (LLAMA, {"architectures": [["x"]]}, "architectures"),
+    (LLAMA, {"architectures": ["GraniteForCausalLM"]}, "GraniteForCausalLM is not supported"),
+    (LLAMA, {"is_causal": False}, "is_causal"),
+    (LLAMA, {"per_layer_config": {"1": {"intermediate_size": 48}}}, "per_layer_config"),
+    (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    (LLAMA, {"head_dim": 9}, "head_dim 9"),
+    (LLAMA, {"head_dim": None, "num_attention_heads": 7}, "num_attention_heads 7"),
+    (LLAMA, {"hidden_size": True}, "hidden_size"),
+    (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads"),
+    (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    (LLAMA, {"rope_parameters": [1]}, "rope_parameters"),
+    (LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),
+    (LLAMA, {"rope_parameters": None, "rope_theta": "big"}, "rope_theta"),
+    (LLAMA, {"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
+    (LLAMA, {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+    (LLAMA, {"rope_parameters": {"rope_type": ["linear"]}}, "rope_type ['linear']"),
+    (LLAMA, {"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "factor"),
+    (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
+        "low_freq_factor",
+    ),
+    (QWEN3, {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "full_attention"),
+    (MISTRAL, {"sliding_window": 255}, "sliding_window 255"),
+    (MISTRAL, {"sliding_window": "4096"}, "sliding_window"),
+    (QWEN2, {**SLIDING, "max_window_layers": 1}, "sliding_window 8"),
+    (QWEN2, {**SLIDING, "max_window_layers": "1"}, "max_window_layers"),
+    (QWEN3, {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    (QWEN3, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    (QWEN3, {"layer_types": ["full_attention"]}, "layer_types"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes", "words"), REFUSALS)
+def test_a_config_of_another_model_is_refused_by_its_field(
+    tmp_path: Path, architecture: str, changes: Fields, words: str
+) -> None:
+    make_folder(tmp_path, architecture, changes)
+    with pytest.raises(ModelRefused) as refused:
+        read_config(tmp_path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_window_that_config_json_does_not_name_is_the_familys(tmp_path: Path) -> None:
+    """transformers takes 4096 where the field is absent, and none where it is null."""
+    changes = {"max_position_embeddings": 4097, "sliding_window": None}
+    make_folder(tmp_path, MISTRAL, changes)
+    assert read_config(tmp_path).context_len == 4097
+    edit_config(tmp_path, lambda fields: fields.pop("sliding_window"))
+    with pytest.raises(ModelRefused, match="sliding_window 4096"):
+        read_config(tmp_path)

@@ -1,0 +1,16 @@
+"""Mistral: the plain decoder without biases; early ones attend within a window only."""
+
+from typing import Final
+
+from nvserve.workers.models.config import DecoderConfig, check_window, read_shared
+from nvserve.workers.models.fields import Fields
+
+WINDOW: Final = 4096  # what the family means when config.json has no sliding_window; null is none
+
+
+def read_mistral(fields: Fields) -> DecoderConfig:
+    """The decoder that a MistralForCausalLM config.json describes."""
+    config = DecoderConfig(**read_shared(fields))
+    if fields.get("sliding_window", WINDOW) is None:
+        return config
+    return check_window(config, fields, WINDOW)
