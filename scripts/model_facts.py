@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from nvserve.protocol.config import ModelFacts
+from nvserve.workers.models.config import DecoderConfig, check_parallel
+from nvserve.workers.models.registry import read_fields
+from nvserve.workers.step_result import ModelRefused
 
-ARCHITECTURES: Final = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 DEMO_MODEL: Final = Path(__file__).parent / "demo_model"
 DEMO_NAME: Final = "demo"
 
@@ -31,7 +28,7 @@ class Model:
 
     path: Path
     facts: ModelFacts
-    num_query_heads: int
+    decoder: DecoderConfig
     dtype: str  # of the weights by config.json: float32, bfloat16 or float16
 
 
@@ -52,36 +49,40 @@ def read_model(path: Path, *, needs_weights: bool = True) -> Model:
 
 
 def check_split(model: Model, tp_size: int) -> None:
-    """Raise ModelError unless the heads can be divided among `tp_size` ranks.
+    """Raise ModelError unless the model can be divided among `tp_size` ranks.
 
     KV heads fewer than ranks are copied, so each must go to the same number of ranks.
     """
-    num_query, num_kv = model.num_query_heads, model.facts.num_kv_heads
-    if num_query % tp_size == 0 and (num_kv % tp_size == 0 or tp_size % num_kv == 0):
-        return
-    raise ModelError(f"--tp {tp_size} cannot split {num_kv} KV heads / {num_query} query heads")
+    num_query, num_kv = model.decoder.num_heads, model.decoder.num_kv_heads
+    if num_query % tp_size or (num_kv % tp_size and tp_size % num_kv):
+        raise ModelError(f"--tp {tp_size} cannot split {num_kv} KV heads / {num_query} query heads")
+    try:
+        check_parallel(model.decoder, tp_size)
+    except ModelRefused as error:
+        raise ModelError(f"--model {model.path}: {error}") from error
 
 
 def _model_of(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> Model:
-    names = config.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"--model {path}: architecture {names[0]} is not supported ({known} are)")
-    num_heads = _positive(path, config, "num_attention_heads")
+    try:
+        decoder = read_fields(config)  # what a worker would refuse is refused before one starts
+    except ModelRefused as error:
+        raise ModelError(f"--model {path}: {error}") from error
+    ends = _ids(generation, "eos_token_id") + _ids(config, "eos_token_id")
+    begins = _ids(config, "bos_token_id") + _ids(generation, "bos_token_id")
+    vocab_size = decoder.vocab_size
     facts = ModelFacts(
-        architecture=names[0],
-        vocab_size=_positive(path, config, "vocab_size"),
-        num_layers=_positive(path, config, "num_hidden_layers"),
-        num_kv_heads=_positive(path, config, "num_key_value_heads", num_heads),
-        context_len=_positive(path, config, "max_position_embeddings"),
-        bos_token_id=_first_id(generation, config, "bos_token_id"),
-        eos_token_ids=list(
-            dict.fromkeys(_ids(generation, "eos_token_id") + _ids(config, "eos_token_id"))
-        ),
+        architecture=decoder.architecture,
+        vocab_size=vocab_size,
+        num_layers=decoder.num_layers,
+        num_kv_heads=decoder.num_kv_heads,
+        context_len=decoder.context_len,
+        bos_token_id=next((token_id for token_id in begins if token_id < vocab_size), -1),
+        # An id beyond the vocabulary is never sampled, and masks have no place for it.
+        eos_token_ids=[token_id for token_id in dict.fromkeys(ends) if token_id < vocab_size],
     )
     # transformers 5 writes `dtype` where 4 wrote `torch_dtype`
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return Model(path, facts, num_heads, dtype.removeprefix("torch."))
+    return Model(path, facts, decoder, dtype.removeprefix("torch."))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -96,23 +97,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _positive(path: Path, config: Mapping[str, Any], name: str, default: int = 0) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(
-            f"{path / 'config.json'}: {name} must be a positive integer, not {value!r}"
-        )
-    return value
-
-
 def _ids(config: Mapping[str, Any], name: str) -> list[int]:
     """A token id that may be missing, null, one number or a list of them."""
     value = config.get(name)
     values = value if isinstance(value, list) else [value]
     return [token_id for token_id in values if isinstance(token_id, int) and token_id >= 0]
-
-
-def _first_id(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) -> int:
-    return next(iter(_ids(config, name) + _ids(generation, name)), -1)
