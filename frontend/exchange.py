@@ -130,15 +130,18 @@ class Exchange:
         if not (is_right and scheme.lower() == b"bearer"):
             raise ApiError(401, "a valid API key is required", code="invalid_api_key")
 
-    async def read_json(self) -> bytes:
-        """The body, within the limits of size and time; 415 when it does not claim to be JSON."""
+    async def read_json(self, on_growth: Callable[[int], None]) -> bytes:
+        """The body, within the limits of size and time; 415 when it does not claim to be JSON.
+
+        `on_growth` is called with the size so far, and may refuse it.
+        """
         self._check_content_type()
         announced = self.header(b"content-length") or b"0"
         if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
             raise _too_large()
         try:
             async with asyncio.timeout(BODY_LIMIT_S):
-                return await self._read_body()
+                return await self._read_body(on_growth)
         except TimeoutError:
             raise ApiError(408, f"no complete body within {BODY_LIMIT_S:g} s") from None
 
@@ -151,7 +154,7 @@ class Exchange:
             if name.strip() == b"charset" and value.strip(b' "') not in (b"utf-8", b"utf8"):
                 raise ApiError(415, "the charset must be utf-8")
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self, on_growth: Callable[[int], None]) -> bytes:
         body = bytearray()
         while True:
             message = await self._receive()
@@ -160,6 +163,7 @@ class Exchange:
             body += message.get("body", b"")
             if len(body) > MAX_BODY_BYTES:
                 raise _too_large()
+            on_growth(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
 

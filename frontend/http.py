@@ -15,7 +15,7 @@ import msgspec
 from starlette.routing import Route, Router
 
 from nvserve.frontend import metrics, openapi
-from nvserve.frontend.bulk import FREE_BYTES
+from nvserve.frontend.bulk import FREE_BYTES, HeldBodies
 from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
@@ -131,20 +131,22 @@ class _Api:
     def __init__(self, service: Service) -> None:
         self._service: Final = service
         self._tokenizer: Final = service.tokenizer
+        self._held: Final = HeldBodies()
         self._large: Final = asyncio.Lock()  # one large body is decoded at a time
 
     async def _body(self, body_type: type[T], exchange: Exchange) -> T:
         """The body, checked. Between two large ones what else runs gets as much time as they."""
-        raw = await exchange.read_json()
         max_ids = self._service.config.max_model_len
-        if len(raw) <= FREE_BYTES:
-            return parse(body_type, raw, max_ids)
-        async with self._large:
-            begun = time.monotonic()
-            try:
+        with self._held.one() as on_growth:
+            raw = await exchange.read_json(on_growth)
+            if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
-            finally:
-                await asyncio.sleep(time.monotonic() - begun)
+            async with self._large:
+                begun = time.monotonic()
+                try:
+                    return parse(body_type, raw, max_ids)
+                finally:
+                    await asyncio.sleep(time.monotonic() - begun)
 
     # -- generation ------------------------------------------------------------------------------
 

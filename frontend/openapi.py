@@ -102,7 +102,7 @@ BODY_ERRORS: Final = {
 LOAD_ERRORS: Final = {
     429: "Too many requests wait; try again after `Retry-After` seconds.",
     500: "This request alone makes the engine fail, or the server has a fault.",
-    503: "The server is loading, draining or has failed.",
+    503: "The server is loading, draining, full or has failed.",
     504: "The request's own deadline passed.",
 }
 

@@ -5,6 +5,7 @@ Everything against one server, whose memory, processes and other clients must no
 
 import concurrent.futures
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -18,7 +19,9 @@ from process.sockets import listeners_of
 from surface.asking import Asker
 from surface.zmq_peer import Peer
 
+from nvserve.frontend.bulk import MAX_HELD_BYTES
 from nvserve.frontend.client import Client
+from nvserve.frontend.exchange import MAX_BODY_BYTES
 from nvserve.frontend.http_server import HEADER_LIMIT_S
 from nvserve.protocol.client_messages import MAX_CLIENT_FRAME_BYTES
 
@@ -137,6 +140,33 @@ def test_a40_gigabytes_are_cut_at_the_limit(asker: Asker, kind: str) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 " + status)
     assert frontend_mb(asker) - before < MAX_GROWTH_MB
     asker.check_alive()
+
+
+def test_a40_many_bodies_at_once_are_bounded_together(asker: Asker) -> None:
+    """Each is within the limit of one; those for which nothing is left get a 503 in the middle."""
+    num_bodies = 20
+    size = MAX_BODY_BYTES - 1024
+    head = POST + b'content-length: %d\r\n\r\n{"prompt":"' % size
+    before = frontend_mb(asker)
+    with contextlib.ExitStack() as stack, others_served(asker):
+        opened = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", asker.port), timeout=60))
+            for _ in range(num_bodies)
+        ]
+        for connection in opened:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(head + b"x" * (size - (1 << 20)))
+        refused = [connection for connection in opened if _is_answered(connection)]
+        assert num_bodies - len(refused) == MAX_HELD_BYTES // (size - (2 << 20))
+        assert all(one.recv(4096).startswith(b"HTTP/1.1 503 ") for one in refused)
+        assert frontend_mb(asker) - before < MAX_HELD_BYTES / (1 << 20) + MAX_GROWTH_MB
+    prompt = "a" * (8 << 20)
+    wait_for("room", lambda: asker.post("/v1/completions", {"prompt": prompt})[0] == 400)
+    asker.check_alive()
+
+
+def _is_answered(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 1.0)[0])
 
 
 @pytest.mark.parametrize(
