@@ -224,6 +224,12 @@ def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
     assert "model.safetensors cannot be read" in refusal(checkpoint)
 
 
+def test_a_clone_without_its_large_files_is_told_so(checkpoint: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n"
+    (checkpoint / "model.safetensors").write_text(pointer)
+    assert "is a Git LFS pointer" in refusal(checkpoint)
+
+
 def test_a_folder_without_weights_is_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert "holds no safetensors weights" in refusal(checkpoint)

@@ -19,6 +19,7 @@ from nvserve.workers.step_result import ModelRefused
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+LFS_POINTER: Final = b"version https://git-lfs"
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 COMPARED_ROWS: Final = 4096  # of the two above, at a time
@@ -97,7 +98,17 @@ def _open(path: Path) -> Any:
     except FileNotFoundError:
         raise ModelRefused(f"{path} does not exist") from None
     except (OSError, SafetensorError) as error:
+        if _is_lfs_pointer(path):
+            raise ModelRefused(f"{path} is a Git LFS pointer; git lfs pull gets the file") from None
         raise ModelRefused(f"{path} cannot be read: {error}") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """A clone made without Git LFS holds a few lines of text in place of each large file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _files_by_name(model: Path) -> dict[str, Path]:
