@@ -16,6 +16,7 @@ from nvserve.workers.step_result import ModelRefused
 
 DEMO_MODEL: Final = Path(__file__).parent / "demo_model"
 DEMO_NAME: Final = "demo"
+DTYPES: Final = ("bfloat16", "float16", "float32")  # the first stands for any other
 
 
 class ModelError(ValueError):
@@ -29,7 +30,7 @@ class Model:
     path: Path
     facts: ModelFacts
     decoder: DecoderConfig
-    dtype: str  # of the weights by config.json: float32, bfloat16 or float16
+    dtype: str  # of the weights by config.json, one of DTYPES
 
 
 def read_model(path: Path, *, needs_weights: bool = True) -> Model:
@@ -80,9 +81,13 @@ def _model_of(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
         # An id beyond the vocabulary is never sampled, and masks have no place for it.
         eos_token_ids=[token_id for token_id in dict.fromkeys(ends) if token_id < vocab_size],
     )
-    # transformers 5 writes `dtype` where 4 wrote `torch_dtype`
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return Model(path, facts, decoder, dtype.removeprefix("torch."))
+    return Model(path, facts, decoder, _dtype(config))
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """What --dtype auto means on a GPU; transformers 5 writes `dtype` where 4 wrote another."""
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in DTYPES else DTYPES[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -101,4 +106,4 @@ def _ids(config: Mapping[str, Any], name: str) -> list[int]:
     """A token id that may be missing, null, one number or a list of them."""
     value = config.get(name)
     values = value if isinstance(value, list) else [value]
-    return [token_id for token_id in values if isinstance(token_id, int) and token_id >= 0]
+    return [token_id for token_id in values if type(token_id) is int and token_id >= 0]

@@ -27,9 +27,28 @@ def test_every_architecture_of_the_workers_is_taken(tmp_path: Path, architecture
     assert model.facts.context_len == 4096
 
 
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16", "dtype": "float32"}, "float32"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"torch_dtype": None}, "bfloat16"),
+        ({"torch_dtype": "auto"}, "bfloat16"),
+        ({"dtype": "float64"}, "bfloat16"),
+    ],
+)
+def test_a_dtype_that_is_not_served_leaves_the_usual_one(
+    tmp_path: Path, changes: dict[str, object], dtype: str
+) -> None:
+    assert read_model(make_folder(tmp_path, **changes), needs_weights=False).dtype == dtype
+
+
 def test_ids_beyond_the_vocabulary_end_nothing(tmp_path: Path) -> None:
     """A mask over them would leave the logits: the worker would die of it."""
-    folder = make_folder(tmp_path, ends=[3, 1024, 5], eos_token_id=[32000, 1023], bos_token_id=1024)
+    folder = make_folder(
+        tmp_path, ends=[3, 1024, 5], eos_token_id=[32000, True, 1023], bos_token_id=1024
+    )
     facts = read_model(folder, needs_weights=False).facts
     assert facts.eos_token_ids == [3, 5, 1023]
     assert facts.bos_token_id == -1
