@@ -145,5 +145,9 @@ def test_a_rank_lost_while_the_group_forms_breaks_only_that_epoch(cpu: Launch) -
     store.set("here1", "1")
     broken = worker.expect(EpochBroken)
     assert broken.epoch == 0
-    worker.join(1, rank=0, size=1)
-    assert worker.expect(EpochReady).epoch == 1
+    newcomer = cpu.worker()
+    newcomer.expect(Ready)
+    for rank, one in enumerate((worker, newcomer)):
+        one.join(1, rank=rank, size=2)
+    for one in (worker, newcomer):
+        assert one.expect(EpochReady).epoch == 1

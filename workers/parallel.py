@@ -120,6 +120,9 @@ class TensorParallel:
         roll = RollCall(store, self.rank, self.size, lambda: wait(POLL_S))
         roll.hear_all("here", "")
         store.set_timeout(self._limit)
+        # Ranks meet under the group's number, and one that did not form has used a number up here,
+        # but not at the newcomer's.
+        dist.distributed_c10d._world.group_count = 0
         try:
             dist.init_process_group(
                 "nccl" if self._is_nccl else "gloo",
