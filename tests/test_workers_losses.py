@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nvserve.workers.parallel import TensorParallel
 from nvserve.workers.peer_memory import Layout, PeerMemory
@@ -65,15 +66,35 @@ class Failing(PeerMemory):
         raise self._error
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("all in use"), RuntimeError("a kernel")])
-def test_a_sum_through_peer_memory_that_cannot_run_is_this_ranks_fault(error: Exception) -> None:
+def failure(error: Exception) -> Exception:
+    """What comes of a collective in which this is raised."""
     parallel = TensorParallel(0, 2)
     parallel.peers = Failing(error)
     place = parallel.place(0, 3)
     assert place is not None
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(RuntimeError) as caught:
         parallel.all_reduce(place)
-    assert caught.value is error
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("all in use"), RuntimeError("a kernel")])
+def test_a_sum_through_peer_memory_that_cannot_run_is_this_ranks_fault(error: Exception) -> None:
+    assert failure(error) is error
+
+
+def test_nccl_tells_of_a_peer_that_is_gone_and_of_memory_that_is_missing_here() -> None:
+    gone = dist.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error\n"
+        "ncclRemoteError: A call failed possibly due to a remote process exiting prematurely.\n"
+        "Last error:\nsocketProgress: Connection closed by remote peer localhost<51159>"
+    )
+    assert isinstance(failure(gone), PeerLost)
+    full = dist.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 2 'out of memory'"
+    )
+    assert failure(full) is full
 
 
 def test_whatever_fails_after_an_abort_is_a_lost_peer() -> None:

@@ -42,8 +42,10 @@ _ENVIRONMENT: Final = {
 }
 
 # What gloo's errors say once a rank is out of reach: where they are from, or that an earlier call
-# was given up. They have no type of their own, while NCCL's are all DistBackendErrors.
+# was given up. They have no type of their own.
 _GLOO_LOSSES: Final = ("/gloo/transport/", "caused pair closure")
+# NCCL's are all DistBackendErrors, also where it finds no room on our GPU for another connection.
+_NCCL_OWN: Final = "out of memory"
 
 # torch 2.13 renamed it, and warns at the old name.
 _gather_into: Final = (
@@ -55,7 +57,9 @@ def _tells_of_loss(error: Exception) -> bool:
     """Did a collective fail for want of a peer, or of the group?"""
     if isinstance(error, ValueError):
         return not dist.is_initialized()
-    return isinstance(error, dist.DistError) or any(loss in str(error) for loss in _GLOO_LOSSES)
+    if isinstance(error, dist.DistError):
+        return _NCCL_OWN not in str(error)
+    return any(loss in str(error) for loss in _GLOO_LOSSES)
 
 
 def _abort_nccl() -> None:
