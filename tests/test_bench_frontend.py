@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import signal
+from types import FrameType
 
 import pytest
 
+from nvserve.scripts.bench.event_loop import run_on_uvloop
 from nvserve.scripts.bench.frontend import (
     BenchFailed,
     Reading,
@@ -51,6 +54,35 @@ def test_an_error_answer_is_a_failure() -> None:
     client.connection_made(Wire())
     client.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\n")
     assert "429" in totals.failure
+
+
+def test_an_error_is_told_in_one_line() -> None:
+    totals = Totals()
+    client = StreamClient(b"", totals)
+    client.connection_made(Wire())
+    client.data_received(b'HTTP/1.1 400 Bad Request\r\ndate: now\r\n\r\n{"error":{}}')
+    assert totals.failure == 'HTTP/1.1 400 Bad Request {"error":{}}'
+
+
+def test_ctrl_c_ends_the_load_and_is_told_to_who_had_it_before() -> None:
+    told = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        raise KeyboardInterrupt
+
+    async def load() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await asyncio.sleep(30.0)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_on_uvloop(load())
+        assert signal.getsignal(signal.SIGINT) is note
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [signal.SIGINT]
 
 
 def test_a_request_is_whole_http_with_its_own_prompt() -> None:

@@ -115,7 +115,7 @@ def arrivals_s(num_requests: int, rate: float, burstiness: float, rng: Random) -
     if math.isinf(burstiness):
         return [i / rate for i in range(num_requests)]
     gaps = [rng.gammavariate(burstiness, 1.0) for _ in range(num_requests)]
-    scale = num_requests / rate / math.fsum(gaps)
+    scale = num_requests / rate / (math.fsum(gaps) or 1.0)  # 0: one burst
     times, now = [], 0.0
     for gap in gaps:
         now += gap * scale

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Final
 
 import click
-import uvloop
 
 from nvserve.scripts.address_option import Address
 from nvserve.scripts.bench.cpu_time import child_pids, cpu_s
+from nvserve.scripts.bench.event_loop import run_on_uvloop
 from nvserve.scripts.bench.load import Target
 from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.children import API_KEY_VARIABLE
@@ -33,6 +33,7 @@ TARGET_TOKENS_PER_S: Final = 40_000
 CONNECT_LIMIT_S: Final = 30.0
 STALL_LIMIT_S: Final = 20.0  # without any event of any stream
 TICK_S: Final = 0.1
+MAX_SHOWN: Final = 1000  # bytes of an answer that is an error
 LOADER: Final = "load generator"
 
 
@@ -64,6 +65,12 @@ class Totals:
         self.failure = ""
 
 
+def _one_line(answer: bytes) -> str:
+    """Status and body of an answer that is none to a request for tokens."""
+    head, _, body = answer[:MAX_SHOWN].decode(errors="replace").partition("\r\n\r\n")
+    return f"{head.partition(chr(13))[0]} {body}".strip()
+
+
 class StreamClient(asyncio.Protocol):
     """One connection: sends the request, counts events, and sends it again at the end."""
 
@@ -87,7 +94,7 @@ class StreamClient(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.write(self._request)
         elif joined.startswith(b"HTTP/1.1 ") and joined[9:12] not in (b"200", b"20", b"2", b""):
-            self._totals.failure = joined[:300].decode(errors="replace")
+            self._totals.failure = _one_line(joined)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
@@ -244,7 +251,7 @@ def frontend(
             make_request(target, number, num_prompt=prompt_tokens, max_tokens=max_tokens)
             for number in range(clients)
         ]
-        before, after = uvloop.run(
+        before, after = run_on_uvloop(
             drive(target, requests, pids, warm_up_s=warm_up_s, window_s=window_s)
         )
     num_ranks = sum(name.startswith("worker") for name in pids)

@@ -3,7 +3,6 @@
 Result keys as in `vllm bench serve` where both have them. Imports no torch.
 """
 
-import asyncio
 import json
 import os
 import sys
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import uvloop
 
 from nvserve.scripts.bench import report
 from nvserve.scripts.bench.datasets import BadDataset
+from nvserve.scripts.bench.event_loop import run_on_uvloop
 from nvserve.scripts.bench.load import BadTarget, Target
 from nvserve.scripts.bench.plot import Line, Panel, draw_chart
 from nvserve.scripts.bench.serve_options import ServeOptions, serve_flags
@@ -38,8 +37,7 @@ def serve(**flags: Any) -> None:
         raise click.UsageError(f"--base-url: {error}") from error
     except BadDataset as error:
         raise click.UsageError(f"--dataset-path: {error}") from error
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        results = runner.run(measure(target, questions, options))
+    results = run_on_uvloop(measure(target, questions, options))
     result = {"sweep": results} if options.sweep else results[0]
     for path in _result_paths(options, str(results[0]["model_id"])):
         path.write_text(json.dumps(result, indent=1) + "\n")
