@@ -17,7 +17,7 @@ class Address(click.ParamType[str]):
         url = value if "://" in value else f"http://{value}"
         try:
             parts = urlsplit(url)
-            _ = parts.port  # raises when it is none
+            _ = parts.port, (parts.hostname or "").encode("idna")  # raise when they are none
         except ValueError as error:
             self.fail(f"{value!r} is no http:// address: {error}", param, ctx)
         if parts.scheme not in SCHEMES or not parts.hostname:

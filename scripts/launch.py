@@ -43,6 +43,7 @@ FLAGS: Final = {
     "disable_auth": "--no-auth",
     "cors_origins": "--cors-origin",
 }
+NOT_UTF_8: Final = re.compile("[\ud800-\udfff]")  # what such bytes of a command line become
 MIN_API_KEY: Final = 8  # characters
 ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
@@ -310,6 +311,7 @@ def build_config(path: Path | None, settings: dict[str, Any], *, has_key: bool) 
         raise UsageError(str(error)) from error
     fields = dict(settings)
     _resolve(fields, model, is_demo=path is None)
+    _check_encodable(fields)
     try:
         config = msgspec.convert(fields, Config)
     except msgspec.ValidationError as error:
@@ -336,6 +338,14 @@ def _resolve(fields: dict[str, Any], model: Model, *, is_demo: bool) -> None:
     if zmq_port is not None:
         host = f"[{fields['host']}]" if ":" in fields["host"] else fields["host"]
         fields["zmq_endpoint"] = f"tcp://{host}:{zmq_port or '*'}"
+
+
+def _check_encodable(fields: dict[str, Any]) -> None:
+    """Refuse names of other bytes than UTF-8: neither a message nor a response can hold them."""
+    for field, value in sorted(fields.items()):
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and NOT_UTF_8.search(text):
+                raise UsageError(f"{_flag_of(field)}: {text!r} is not UTF-8")
 
 
 def _check(config: Config, *, has_key: bool) -> None:
@@ -367,8 +377,11 @@ def _name_flag(message: str) -> str:
     """msgspec's "... - at `$.tp_size`" as a sentence that names the flag."""
     text, _, place = message.partition(" - at `$.")
     field = place.rstrip("`").partition("[")[0].partition(".")[0]
-    flag = FLAGS.get(field, "--" + field.replace("_", "-"))
-    return f"{flag}: {text[:1].lower()}{text[1:]}"
+    return f"{_flag_of(field)}: {text[:1].lower()}{text[1:]}"
+
+
+def _flag_of(field: str) -> str:
+    return FLAGS.get(field, "--" + field.replace("_", "-"))
 
 
 def _read_key(path: Path | None) -> str:

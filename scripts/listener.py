@@ -21,6 +21,8 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except OSError as error:
         raise ListenError(f"--host {host}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ListenError(f"--host {host} is no name of a host") from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

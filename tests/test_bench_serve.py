@@ -158,6 +158,7 @@ def test_the_api_key_goes_into_the_request_and_not_into_the_result(
         (["--request-rate", "0"], "must be positive"),
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--base-url", "here"], "--base-url: 'here' is no http:// or https:// URL"),
+        (["--base-url", "http://a..b"], "--base-url: 'http://a..b' is no URL"),
         (["--dataset-name", "custom", "--dataset-path", "/"], "--dataset-path: cannot read /"),
         (["--sweep", "1", "--request-rate", "2"], "--request-rate is what --sweep sets"),
         (["--sweep", "1.5", "--sweep-over", "max-concurrency"], "whole numbers"),

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -245,6 +247,17 @@ def test_a_broken_model_folder_is_refused_in_one_line(tmp_path: Path, how: str, 
     assert words in line
 
 
+def test_names_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"model-\xff")
+    shutil.copytree(DEMO_MODEL, folder)
+    output = run("launch", "--model", str(folder)).output
+    assert output.startswith("Error: --model: ")
+    assert output.endswith("is not UTF-8\n")
+    result = run("launch", "--served-model-name", os.fsdecode(b"\xff"))
+    assert result.exit_code == 2
+    assert "--served-model-name" in result.output
+
+
 def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
     result = run("launch", "--model", str(tmp_path / "nowhere"))
     assert result.exit_code == 2
@@ -375,7 +388,9 @@ def test_generate_says_when_nobody_answers() -> None:
     assert "http://127.0.0.1:9" in result.output
 
 
-@pytest.mark.parametrize("address", ["http://h:x", "http://h:99999", "http://[::1", "ftp://h", ""])
+@pytest.mark.parametrize(
+    "address", ["http://h:x", "http://h:99999", "http://[::1", "http://a..b", "ftp://h", ""]
+)
 def test_a_wrong_endpoint_is_one_clear_line(address: str) -> None:
     for command in (["generate", "x"], ["chat"], ["bench", "frontend"]):
         result = run(*command, "--endpoint", address)

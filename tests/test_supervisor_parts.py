@@ -70,6 +70,11 @@ def test_the_url_is_one_a_local_client_can_use(host: str, shown: str) -> None:
         ).close()
 
 
+def test_a_host_that_is_no_name_is_told() -> None:
+    with pytest.raises(listener.ListenError, match=r"--host a\.\.b is no name"):
+        listener.listen("a..b", 0)
+
+
 def test_a_launch_directory_is_private_and_goes_with_its_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

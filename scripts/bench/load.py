@@ -44,6 +44,7 @@ class Target:
         try:
             parts = urlsplit(base_url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # raises when it is no name
         except ValueError as error:
             raise BadTarget(f"{base_url!r} is no URL: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
