@@ -95,4 +95,5 @@ def _message(status: int, text: bytes) -> str:
         message: str = json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
         message = text.decode(errors="replace")[:200]
-    return f"status {status}: {message}"
+    hint = f" (set {API_KEY_VARIABLE})" if status == 401 else ""
+    return f"status {status}: {message}{hint}"

@@ -18,7 +18,7 @@ def restart(process: tuple[str, ...], port: int | None, timeout_s: float) -> Non
     """Restart PROCESS: `worker N`, `core` or `frontend`.
 
     The steps in flight finish first. A frontend's open streams get the launch's --shutdown-timeout
-    to finish before it goes, while new requests get a 503; those that take longer end with one.
+    to finish before it goes, while new requests get a 503; longer ones over HTTP end with an error.
     """
     directory = find_server(port)
     number = order(directory, {"command": "restart", "name": process_name(process)})["number"]

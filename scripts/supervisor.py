@@ -319,7 +319,9 @@ class Supervisor:
         if self.policy.state is not State.READY:
             return f"the server is {self.policy.state.value}"
         names = {member.name for member in self.policy.members.values() if not member.is_spare}
-        return "another restart is going on" if name in names else "there is no such process"
+        if name in names:
+            return "another restart is going on"
+        return f"there are {', '.join(sorted(names))}"
 
     def _clean_up(self) -> None:
         """Kill and reap what is left, also after an error of our own."""

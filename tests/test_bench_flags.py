@@ -106,6 +106,7 @@ def test_a_batch_that_cannot_run_at_once_is_refused(command: click.Command) -> N
         (serve, "--burstiness nan", "must be positive"),
         (serve, "--sweep 1,nan", "must be positive"),
         (serve, "--sweep 1,inf --sweep-over max-concurrency", "a request rate alone"),
+        (recovery, "--share-gpu", "--share-gpu needs --num-kv-blocks"),
         (recovery, "--hang-timeout nan", "Invalid value for '--hang-timeout'"),
         (recovery, "--wait-limit nan", "Invalid value for '--wait-limit'"),
         (recovery, "--time-limit nan", "Invalid value for '--time-limit'"),

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import click
 
+from nvserve.frontend.client import ServerGone
+from nvserve.frontend.client_session import RequestError
 from nvserve.protocol.config import Config
 from nvserve.protocol.progress import Phase
 from nvserve.scripts.bench.model_shapes import SHAPES, ModelShape, write_model_folder
@@ -280,7 +282,10 @@ def started_engine(
     with llm:
         start_s = time.perf_counter() - begun_s
         told = llm.announcement
-        yield Started(llm, start_s, told.start_s, told.details)
+        try:
+            yield Started(llm, start_s, told.start_s, told.details)
+        except (RequestError, ServerGone) as error:  # too few blocks, or the engine has ended
+            raise BenchError(str(error)) from error
 
 
 def generate_with(llm: LLM) -> Generate:

@@ -75,6 +75,8 @@ def recovery(**flags: Any) -> None:
     deadline_s = begun_s + options.time_limit if options.time_limit else float("inf")
     needed_len = options.context + options.output_len + SPARE_TOKENS
     check_length(engine, needed_len)
+    if options.share_gpu and not engine.num_kv_blocks:
+        raise click.UsageError("--share-gpu needs --num-kv-blocks")
     with bench_model(engine) as model:
         config = bench_config(model, engine, needed_len)
         num_prompts = options.streams * (CANDIDATES if is_exact(config) else 1)
