@@ -331,3 +331,32 @@ def test_words_of_several_tokens_are_never_said(asker: Asker) -> None:
     assert word in plain["text"]
     assert len(banned["token_ids"]) == 24
     assert word not in banned["text"]
+
+
+# -- A33 -------------------------------------------------------------------------------------------
+
+
+def test_a33_probes_beside_a_long_prefill_are_answered_and_leave_nothing(asker: Asker) -> None:
+    """Some wait for their answer, some hang up before it, as impatient probers do."""
+    asker.settle()
+    accepted = asker.metrics()["nvserve:requests_accepted_total"]
+    prompt = [5 + i % 900 for i in range(3_000)]  # some sixty steps
+    waits: list[float] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asker.complete, prompt=prompt, max_tokens=1)
+        while not running.done():
+            for path in ("/health", "/ready"):
+                begun = time.monotonic()
+                status, answer = asker.request("GET", path)
+                waits.append(time.monotonic() - begun)
+                assert status == 200, answer
+            with socket.create_connection(("127.0.0.1", asker.port), timeout=60) as impatient:
+                impatient.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+                reset(impatient)
+        assert running.result()["usage"]["prompt_tokens"] == len(prompt)
+    assert len(waits) > 20
+    assert sorted(waits)[len(waits) // 2] < 0.1
+    asker.settle()
+    # The prompt, and what settling asks itself, of which not all was counted above.
+    assert asker.metrics()["nvserve:requests_accepted_total"] - accepted <= 1 + 4
+    asker.check_alive()
