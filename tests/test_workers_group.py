@@ -23,7 +23,7 @@ from nvserve.workers import crossover, lifeline, peer_memory
 from nvserve.workers.crossover import NCCL_ALONE, SumsFail, Times, agree_on_crossover
 from nvserve.workers.descriptors import exchange_descriptors
 from nvserve.workers.lifeline import hold_lifeline
-from nvserve.workers.peer_memory import Crossover, Layout, PeerMemory, open_for_all
+from nvserve.workers.peer_memory import MAX_ROWS, Crossover, Layout, PeerMemory, open_for_all
 from nvserve.workers.roll_call import RollCall
 
 LIMIT_S = 30.0
@@ -132,6 +132,29 @@ def test_sums_that_fail_on_any_rank_are_left_to_nccl_by_all(
     memory = memory_of(0)
     memory.crossover = NCCL_ALONE
     assert memory.take(0, 1) is None
+
+
+class Narrow(PeerMemory):
+    """Sums of more rows than some are wrong."""
+
+    most_rows = 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone() if len(x) <= self.most_rows else x + 1
+
+
+@pytest.mark.parametrize(("most_rows", "failing"), [(0, 3), (3, MAX_ROWS), (511, MAX_ROWS)])
+def test_sums_are_checked_for_few_rows_and_for_as_many_as_there_may_be(
+    most_rows: int, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crossover, "finish", lambda _: None)
+    mine = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+    memory = Narrow(0, LAYOUT, mine, [0, 0], torch.zeros(1, dtype=torch.int32))
+    memory.most_rows = most_rows
+    with pytest.raises(SumsFail, match=f"those of {failing} rows"):
+        crossover.check(memory, torch.clone, lambda _: None)
+    memory.most_rows = MAX_ROWS
+    crossover.check(memory, torch.clone, lambda _: None)
 
 
 class Fragile(MemfdMemory):

@@ -23,6 +23,7 @@ from nvserve.workers.step_result import PeerLost, Wait
 logger = logging.getLogger(__name__)
 
 SIZES: Final = (1, 8, 32, 64, 128, 256, MAX_ROWS)
+CHECKED_ROWS: Final = (3, MAX_ROWS)
 CALLS: Final = 20  # in a graph
 REPLAYS: Final = 4  # the fastest counts
 POLL_S: Final = 0.001
@@ -116,18 +117,21 @@ def compile_sums(memory: PeerMemory) -> None:
 
 
 def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> None:
-    """SumsFail where a sum does not end, or differs from NCCL's of numbers that are exact."""
-    rows = 3
-    addend = _addend(memory, 0, rows)
-    mine = torch.arange(addend.numel(), device=addend.device).view_as(addend) % 7 + memory.rank
-    expected = mine.to(addend.dtype)
-    all_reduce(expected)
-    sums = []
-    for place, memory.crossover in enumerate((ONE_SHOT, TWO_SHOT)):
-        sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
-    finish(wait)
-    if not all(torch.equal(total, expected) for total in sums):
-        raise SumsFail("they differ from NCCL's")
+    """SumsFail where a sum does not end, or differs from NCCL's of numbers that are exact.
+
+    Of few rows, and of so many that all programs must be there at a time.
+    """
+    for rows in CHECKED_ROWS:
+        addend = _addend(memory, 0, rows)
+        mine = torch.arange(addend.numel(), device=addend.device).view_as(addend) % 7 + memory.rank
+        expected = mine.to(addend.dtype)
+        all_reduce(expected)
+        sums = []
+        for place, memory.crossover in enumerate((ONE_SHOT, TWO_SHOT)):
+            sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
+        finish(wait)
+        if not all(torch.equal(total, expected) for total in sums):
+            raise SumsFail(f"those of {rows} rows differ from NCCL's")
 
 
 def finish(wait: Wait) -> None:
