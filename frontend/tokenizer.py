@@ -22,6 +22,7 @@ from nvserve.frontend.errors import StartFailure, invalid
 logger = logging.getLogger(__name__)
 
 INLINE_MESSAGES: Final = 100  # more of them are rendered in a thread
+INLINE_CONTENT_CHARS: Final = 100_000  # as are longer ones: a template may search and cut each
 INLINE_CHARS: Final = 2000  # a longer text is encoded in a thread
 NORMALIZED_SHRINKAGE: Final = 4  # how much shorter a normalizer may make a text, at most
 NUM_THREADS: Final = 2
@@ -75,7 +76,8 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
         )
-        if len(messages) <= INLINE_MESSAGES:
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CONTENT_CHARS:
             text = render()
         else:
             text = await asyncio.get_running_loop().run_in_executor(self._threads, render)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nvserve.frontend.chat_template import ChatTemplate
 from nvserve.frontend.errors import ApiError, StartFailure
-from nvserve.frontend.tokenizer import INLINE_CHARS, Tokenizer
+from nvserve.frontend.tokenizer import INLINE_CHARS, INLINE_CONTENT_CHARS, Tokenizer
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo_model"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -196,6 +196,25 @@ def test_many_messages_are_rendered_beside_the_loop(folder: Path) -> None:
     text = tokenizer.chat_template.render(turns, add_generation_prompt=True)
     expected = tokenizer.fast.encode(text, add_special_tokens=False).ids
     assert asyncio.run(tokenizer.encode_chat(turns)) == expected
+    tokenizer.close()
+
+
+def test_long_messages_are_rendered_beside_the_loop(folder: Path) -> None:
+    slow = "{% for a in range(100000) %}{{ none or '' }}{% endfor %}{{ messages[0].content[:5] }}"
+    (folder / "chat_template.jinja").write_text(slow)
+    tokenizer = load(folder)
+
+    async def count_turns_of_others(num_chars: int) -> int:
+        messages = [{"role": "user", "content": "a" * num_chars}]
+        encoding = asyncio.create_task(tokenizer.encode_chat(messages))
+        num_turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return num_turns
+
+    assert asyncio.run(count_turns_of_others(INLINE_CONTENT_CHARS)) < 5
+    assert asyncio.run(count_turns_of_others(INLINE_CONTENT_CHARS + 1)) > 5
     tokenizer.close()
 
 
