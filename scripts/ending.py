@@ -3,7 +3,7 @@
 Pure, like the policy above it in recovery.py.
 
     drain: Drain -> Drained or its limit -> stop          give up: farewell -> stop
-    stop: Exit to all -> all gone or 2 s -> SIGKILL to the rest -> End
+    stop: SIGKILL to who still starts, Exit to all -> all gone or 2 s -> SIGKILL to the rest -> End
 """
 
 import enum
@@ -50,8 +50,9 @@ class Ending:
         self._house.send(self._house.find(Role.FRONTEND), Drain(timeout_s))
 
     def stop(self, now: float) -> None:
-        """Ask everybody to leave."""
+        """Ask everybody to leave; who still starts hears nothing yet, and has nothing to lose."""
         self._enter(Step.LEAVING, now + EXIT_LIMIT_S)
+        self._house.fence([m for m in self._house.members.values() if not m.is_ready], now)
         self._house.send_all(Exit())
         self._end_if_alone()
 
