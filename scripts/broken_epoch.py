@@ -28,7 +28,7 @@ class Report:
 
 
 class BrokenEpoch:
-    """At most one report: the first of its epoch."""
+    """At most one report of an epoch: the first, or the first that names a rank."""
 
     def __init__(self) -> None:
         self.deadline = float("inf")  # when `take` returns it
@@ -43,6 +43,8 @@ class BrokenEpoch:
         if self._report is None:
             self._report = Report(member, message)
             self._noted_s, self.deadline = now, now + SETTLE_S
+        elif self._report.message.rank < 0 <= message.rank:  # core knows better than a survivor
+            self._report = Report(member, message)
 
     def clear(self) -> None:
         """A death explains it."""

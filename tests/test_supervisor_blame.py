@@ -76,6 +76,20 @@ def test_a_workers_crash_is_told_to_core_with_the_next_epoch(is_crash: bool) -> 
     assert not world.orders(StartEpoch)[-1].is_blamed
 
 
+def test_no_request_is_blamed_for_a_worker_that_crashes_before_it_joined() -> None:
+    world = started(num_spares=1)
+    world.pass_time(0.25)
+    [newcomer] = world.spares()
+    world.mute = {newcomer}
+    world.die(world.worker(1))
+    assert world.worker(1) == newcomer
+    world.alive.remove(newcomer)
+    world.obey(world.policy.died(newcomer, world.now, "exited with 1", is_crash=True))
+    world.check()
+    assert world.policy.state is State.READY
+    assert not any(order.is_blamed for order in world.orders(StartEpoch))
+
+
 @pytest.mark.parametrize("is_crash", [False, True])
 def test_cores_crash_is_told_to_the_frontend_with_the_next_life(is_crash: bool) -> None:
     world = started()

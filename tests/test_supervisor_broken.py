@@ -44,6 +44,22 @@ def test_what_survivors_say_while_a_hung_one_is_fenced_is_no_second_death(
     assert world.killed == [hung]
 
 
+@pytest.mark.parametrize("is_core_first", [False, True])
+def test_the_rank_that_core_names_is_replaced_whoever_tells_first(is_core_first: bool) -> None:
+    world = started()
+    guilty = world.worker(1)
+    reports = [
+        (world.worker(0), EpochBroken(0, -1, 7, "lost a peer", [])),
+        (world.one(Role.CORE), EpochBroken(0, 1, 7, "out of memory", [4])),
+    ]
+    for child, message in reports[::-1] if is_core_first else reports:
+        world.hear(child, message)
+    world.pass_time(0.5)
+    world.check()
+    assert world.killed == [guilty]
+    assert world.policy.state is State.READY
+
+
 def test_what_survivors_say_after_a_planned_kill_is_no_death() -> None:
     world = started(max_restarts=0)
     world.undying = True
