@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import click
 
-from nvserve.scripts.bench.engine import format_table
+from nvserve.scripts.bench.engine import format_table, parse_numbers
 from nvserve.scripts.bench.output_file import OutputFile
 from nvserve.scripts.bench.part import Outcome, Part, Result, limits_s, run_part
 from nvserve.scripts.finite_float import SECONDS
@@ -93,7 +93,7 @@ def _all_reduce(options: Options) -> list[str]:
 
 
 def _latency(options: Options) -> list[str]:
-    batches = [int(batch) for batch in options.batches.split(",")]
+    batches = parse_numbers("--batches", options.batches)
     shape = ["--batches", options.batches, "--output-len", "96", "--max-num-seqs"]
     engine = _engine(options, options.big_model)
     return ["-m", "nvserve", "bench", "latency", *engine, *shape, str(max(batches))]
@@ -191,7 +191,12 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--tp", type=click.IntRange(2), default=2, help="GPUs.")
-@click.option("--device", default="cuda", help="cuda; cpu to try the script out.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    help="cpu to try the script out.",
+)
 @click.option("--model", default="llama-8b", help="Of the kills.")
 @click.option("--big-model", default="llama-70b", help="Of the decode step.")
 @click.option("--batches", default="1,32,128", help="Of the decode step.")
@@ -201,7 +206,9 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 @click.option("--output-len", type=click.IntRange(1), default=512, help="Tokens of their requests.")
 @click.option("--num-prompts", type=click.IntRange(1), default=20, help="Of the equal ids.")
 @click.option("--max-batch", type=click.IntRange(1), default=17, help="Of the equal ids.")
-@click.option("--num-kv-blocks", default=0, help="Exact pool size, 0 to measure.")
+@click.option(
+    "--num-kv-blocks", type=click.IntRange(0), default=0, help="Exact pool size, 0 to measure."
+)
 @click.option(
     "--hang-timeout",
     type=SECONDS,
@@ -218,12 +225,14 @@ def main(*, names: str, budget_s: float, output: Path, **flags: Any) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
         signal.signal(signal.SIGINT, signal.default_int_handler)  # parts shall have Ctrl-C
     options = Options(**flags)
+    parse_numbers("--batches", options.batches)  # told before other parts take their minutes
     parts = parts_of(options)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = set(wanted) - {part.name for part in parts}
     if unknown:
         known = "; ".join(part.name for part in parts)
-        raise click.BadParameter(f"{', '.join(sorted(unknown))}: none of {known}")
+        text = f"{', '.join(sorted(unknown))}: none of {known}"
+        raise click.BadParameter(text, param_hint="'--parts'")
     parts = [part for part in parts if part.name in wanted or not wanted]
     about = {"date": time.strftime("%Y%m%d-%H%M%S"), "budget_s": budget_s, **asdict(options)}
     outcomes = run_parts(parts, output, about, deadline_s)
