@@ -9,6 +9,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -22,7 +23,14 @@ from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
 from nvserve.frontend.generation import Choice, Delta, Generation, Plan
 from nvserve.frontend.params import check_ids
-from nvserve.frontend.responses import DONE, Chunks, Collector, Shape, whole_response
+from nvserve.frontend.responses import (
+    DONE,
+    Chunks,
+    Collector,
+    Shape,
+    is_laborious,
+    whole_response,
+)
 from nvserve.frontend.schema import (
     ChatBody,
     CompletionBody,
@@ -225,7 +233,9 @@ class _Api:
         self._service.start(generation, collector.sink)
         await generation.accepted()
         await generation.done()
-        await exchange.respond(whole_response(shape, generation, collector, echoed, outputs))
+        make = partial(whole_response, shape, generation, collector, echoed, outputs)
+        body = await asyncio.to_thread(make) if is_laborious(generation) else make()
+        await exchange.respond(body)
 
     async def _stream(
         self,

@@ -17,6 +17,7 @@ from nvserve.frontend.generation import Choice, Delta, Generation
 from nvserve.frontend.logprob_form import Document, LogprobForm
 
 DONE: Final = b"data: [DONE]\n\n"
+INLINE_SCORES: Final = 100  # tokens with logprobs; the document of more is made in a thread
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -222,12 +223,20 @@ def whole_response(
             content["prompt_token_ids"] = prompt
         if shape.has_prompt_logprobs and not shape.is_chat:
             content["prompt_logprobs"] = form.prompt_dicts(choice)
-        choices.append(content)
+        choices.append(msgspec.Raw(_encode(content)))  # in a thread, others run between them
     kind = "chat.completion" if shape.is_chat else "text_completion"
     document = {**shape.head(kind), "choices": choices, "usage": usage_of(generation)}
     if shape.has_prompt_logprobs and shape.is_chat:  # one prompt, whatever n is
         document["prompt_logprobs"] = form.prompt_dicts(generation.choices[0])
     return _encode(document)
+
+
+def is_laborious(generation: Generation) -> bool:
+    """Whether the whole response takes long to make: one with the logprobs of many tokens."""
+    num_scores = sum(choice.num_scored for choice in generation.choices)
+    if generation.needs_logprobs:
+        num_scores += sum(choice.num_output_tokens for choice in generation.choices)
+    return num_scores > INLINE_SCORES
 
 
 def usage_of(generation: Generation) -> Document:
