@@ -7,6 +7,7 @@ Knows sizes and counts; what the fields mean is the schema's affair.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ MAX_HELD_BYTES: Final = 256 << 20  # of all large bodies together
 HELD_RETRY_AFTER_S: Final = 1.0
 MAX_STRINGS: Final = 1 << 18  # names and values in messages: many more than the turns they may have
 
+_TEXTS: Final = re.compile(rb'\[[ \t\r\n]*"')  # how a list of them begins
 _skimmers: Final[dict[type, "msgspec.json.Decoder[Any]"]] = {}
 _strings: Final = msgspec.json.Decoder(list[str])
 
@@ -101,8 +103,7 @@ def _check_carrier(name: str, raw: bytes, max_ids: int | None) -> None:
 
 def _check_prompts(raw: bytes, max_ids: int | None) -> None:
     """Of strings, or of ids, or of lists of ids: then every bracket is a list."""
-    start = raw[:100].lstrip(b"[ \t\r\n")
-    if start[:1] == b'"':
+    if _TEXTS.match(raw):
         _check_count(_least_strings(raw))
         try:
             _strings.decode(raw)

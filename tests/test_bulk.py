@@ -125,6 +125,12 @@ def test_large_bodies_of_text_and_ids_pass(name: str) -> None:
         assert msgspec.to_builtins(getattr(body, field)) == value
 
 
+def test_blanks_before_large_texts_are_no_matter() -> None:
+    text = "[1]" * FREE_BYTES
+    raw = b'{"prompt": [%b"%b",\n%b"b"]}' % (b" " * 200, text.encode(), b"\t" * 200)
+    assert parse(CompletionBody, raw, MAX_IDS).prompt == [text, "b"]
+
+
 @pytest.mark.parametrize(
     ("raw", "param"),
     [
