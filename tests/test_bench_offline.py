@@ -174,7 +174,7 @@ def test_a_step_is_timed_once_no_graph_is_left_and_the_wait_has_a_limit(
 
 def test_a_model_that_is_neither_folder_nor_shape_is_one_clear_error() -> None:
     run = CliRunner().invoke(throughput, ["--model", "gpt-5"])
-    assert run.exit_code == 1
+    assert run.exit_code == 2
     assert "no model folder, and none of qwen3-0.6b" in run.output
 
 

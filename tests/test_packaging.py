@@ -1,5 +1,6 @@
 """The wheel holds nvserve and nothing else, and what it installs runs from anywhere."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,10 @@ LEFT_OUT = shutil.ignore_patterns(
 
 
 def run(*command: str, cwd: Path) -> str:
+    """Its output; where PYTHONPATH names the checkout, that is not what is tried here."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
