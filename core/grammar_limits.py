@@ -99,14 +99,21 @@ def check_string(text: str) -> None:
 
 
 def check_regex(pattern: str) -> None:
-    """Refuse a long expression, an empty one, and large repetitions."""
+    """Refuse a long expression, an empty one, half an escape at its end, and large repetitions."""
     if not pattern:
         raise BadGrammar("the expression is empty")
     if len(pattern) > MAX_REGEX_CHARS:
         raise BadGrammar(
             f"an expression has {len(pattern)} characters, at most {MAX_REGEX_CHARS} are allowed"
         )
+    check_escape(pattern)
     check_repeats(pattern)
+
+
+def check_escape(pattern: str) -> None:
+    """Refuse a backslash at the end that escapes nothing: the compiler would drop it."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise BadGrammar("an expression ends in a backslash that escapes nothing")
 
 
 def check_repeats(text: str) -> None:

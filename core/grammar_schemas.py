@@ -20,6 +20,7 @@ from nvserve.core.grammar_limits import (
     MAX_PATTERN_PROPERTIES,
     MAX_PATTERN_PROPERTY_CHARS,
     MAX_PROPERTIES,
+    check_escape,
     check_regex,
     check_repeats,
     check_string,
@@ -171,6 +172,7 @@ def _refers(condition: Any) -> bool:
 
 
 def _check_key_pattern(pattern: str) -> None:
+    check_escape(pattern)
     check_repeats(pattern)
     if len(pattern) > MAX_PATTERN_PROPERTY_CHARS:
         raise BadGrammar(
