@@ -147,7 +147,7 @@ class Narrow(PeerMemory):
 def test_sums_are_checked_for_few_rows_and_for_as_many_as_there_may_be(
     most_rows: int, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crossover, "finish", lambda _: None)
+    monkeypatch.setattr(crossover, "finish", lambda *_: None)
     mine = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
     memory = Narrow(0, LAYOUT, mine, [0, 0], torch.zeros(1, dtype=torch.int32))
     memory.most_rows = most_rows
@@ -155,6 +155,28 @@ def test_sums_are_checked_for_few_rows_and_for_as_many_as_there_may_be(
         crossover.check(memory, torch.clone, lambda _: None)
     memory.most_rows = MAX_ROWS
     crossover.check(memory, torch.clone, lambda _: None)
+
+
+def test_a_rank_whose_sums_are_wrong_asks_nccl_for_as_many_as_its_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One more on one rank would be summed with another's next one, silently."""
+    monkeypatch.setattr(crossover, "compile_sums", lambda _: None)
+    monkeypatch.setattr(crossover, "finish", lambda *_: None)
+    asked: dict[int, list[int]] = {0: [], 1: []}
+
+    def run(roll: RollCall) -> Crossover:
+        mine = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+        memory = Narrow(roll.rank, LAYOUT, mine, [0, 0], torch.zeros(1, dtype=torch.int32))
+        memory.most_rows = MAX_ROWS if roll.rank == 0 else 0
+
+        def all_reduce(x: torch.Tensor) -> None:
+            asked[roll.rank].append(len(x))
+
+        return agree_on_crossover(memory, roll, all_reduce, lambda _: None, None)
+
+    assert in_concert(2, run) == [NCCL_ALONE] * 2
+    assert asked == {0: [3, MAX_ROWS], 1: [3, MAX_ROWS]}
 
 
 class Fragile(MemfdMemory):

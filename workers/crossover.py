@@ -27,7 +27,8 @@ CHECKED_ROWS: Final = (3, MAX_ROWS)
 CALLS: Final = 20  # in a graph
 REPLAYS: Final = 4  # the fastest counts
 POLL_S: Final = 0.001
-LIMIT_S: Final = 10.0  # of a graph, which takes milliseconds
+LIMIT_S: Final = 10.0  # of a graph, which takes milliseconds, and of NCCL's first sum
+CHECK_LIMIT_S: Final = 2.0  # of sums for which all ranks are ready: a recovery waits for them
 
 ONE_SHOT: Final = Crossover(MAX_ROWS, MAX_ROWS)
 TWO_SHOT: Final = Crossover(0, MAX_ROWS)
@@ -119,28 +120,40 @@ def compile_sums(memory: PeerMemory) -> None:
 def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> None:
     """SumsFail where a sum does not end, or differs from NCCL's of numbers that are exact.
 
-    Of few rows, and of so many that all programs must be there at a time.
+    Of few rows, and of so many that all programs must be there at a time. Every rank asks NCCL for
+    the same sums, whatever it finds: one more on one rank would meet another's next one.
     """
+    memory.crossover = TWO_SHOT  # of all sizes
+    expected = []
     for rows in CHECKED_ROWS:
-        addend = _addend(memory, 0, rows)
-        mine = torch.arange(addend.numel(), device=addend.device).view_as(addend) % 7 + memory.rank
-        expected = mine.to(addend.dtype)
-        all_reduce(expected)
-        sums = []
+        expected.append(_numbers(memory, rows))
+        all_reduce(expected[-1])
+    finish(wait, LIMIT_S)  # NCCL connects in its first sum
+    sums = []
+    for rows in CHECKED_ROWS:
+        mine = _numbers(memory, rows)
         for place, memory.crossover in enumerate((ONE_SHOT, TWO_SHOT)):
             sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
-        finish(wait)
-        if not all(torch.equal(total, expected) for total in sums):
+    finish(wait, CHECK_LIMIT_S)
+    for rows, right, *ways in zip(CHECKED_ROWS, expected, sums[::2], sums[1::2], strict=True):
+        if not all(torch.equal(total, right) for total in ways):
             raise SumsFail(f"those of {rows} rows differ from NCCL's")
 
 
-def finish(wait: Wait) -> None:
+def _numbers(memory: PeerMemory, rows: int) -> torch.Tensor:
+    """Small ones, and so exact in every dtype, that no two ranks and no two neighbours share."""
+    addend = _addend(memory, 0, rows)
+    numbers = torch.arange(addend.numel(), dtype=torch.int32, device=addend.device)
+    return (numbers % 7 + memory.rank).to(addend.dtype).view_as(addend)
+
+
+def finish(wait: Wait, limit_s: float) -> None:
     """Wait for what the device was given."""
     ended = _mark()
-    give_up = time.monotonic() + LIMIT_S
+    give_up = time.monotonic() + limit_s
     while not ended.query():
         if time.monotonic() > give_up:
-            raise SumsFail(f"they do not end within {LIMIT_S:g} s")
+            raise SumsFail(f"they do not end within {limit_s:g} s")
         wait(POLL_S)
 
 
@@ -196,7 +209,7 @@ def time_call(call: Callable[[int], object], wait: Wait) -> float:
     PeerLost when it does not end.
     """
     call(0), call(1)  # compiles, and connects
-    finish(wait)
+    finish(wait, LIMIT_S)
     device = torch.device("cuda", torch.cuda.current_device())
     pool = GraphPool(device, Pace(is_in_step=False))
     try:
@@ -206,7 +219,7 @@ def time_call(call: Callable[[int], object], wait: Wait) -> float:
         for _ in range(REPLAYS):
             graph.replay()
             marks.append(_mark())
-        finish(wait)
+        finish(wait, LIMIT_S)
         return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / CALLS
     finally:
         pool.reset()  # an exception that is being handled would keep the graph, and it the group
