@@ -89,6 +89,8 @@ def test_nccl_tells_of_a_peer_that_is_gone_and_of_memory_that_is_missing_here() 
         "Last error:\nsocketProgress: Connection closed by remote peer localhost<51159>"
     )
     assert isinstance(failure(gone), PeerLost)
+    left_over = dist.DistBackendError(f"{gone}\nLast error:\nCuda failure 2 'out of memory'")
+    assert isinstance(failure(left_over), PeerLost)
     full = dist.DistBackendError(
         "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\n"

@@ -44,8 +44,10 @@ _ENVIRONMENT: Final = {
 # What gloo's errors say once a rank is out of reach: where they are from, or that an earlier call
 # was given up. They have no type of their own.
 _GLOO_LOSSES: Final = ("/gloo/transport/", "caused pair closure")
-# NCCL's are all DistBackendErrors, also where it finds no room on our GPU for another connection.
+# NCCL's are all DistBackendErrors, also where it finds no room on our GPU for another connection;
+# the last line of one may be left over from something else.
 _NCCL_OWN: Final = "out of memory"
+_NCCL_LOSSES: Final = ("ncclRemoteError", "remote process exited")
 
 # torch 2.13 renamed it, and warns at the old name.
 _gather_into: Final = (
@@ -58,7 +60,8 @@ def _tells_of_loss(error: Exception) -> bool:
     if isinstance(error, ValueError):
         return not dist.is_initialized()
     if isinstance(error, dist.DistError):
-        return _NCCL_OWN not in str(error)
+        text = str(error)
+        return _NCCL_OWN not in text or any(loss in text for loss in _NCCL_LOSSES)
     return any(loss in str(error) for loss in _GLOO_LOSSES)
 
 
