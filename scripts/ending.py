@@ -50,9 +50,14 @@ class Ending:
         self._house.send(self._house.find(Role.FRONTEND), Drain(timeout_s))
 
     def stop(self, now: float) -> None:
-        """Ask everybody to leave; who still starts hears nothing yet, and has nothing to lose."""
+        """Ask everybody to leave; who still starts hears nothing yet, and has nothing to lose.
+
+        Nor does a worker that loads, which reads nothing until it has joined.
+        """
         self._enter(Step.LEAVING, now + EXIT_LIMIT_S)
-        self._house.fence([m for m in self._house.members.values() if not m.is_ready], now)
+        members = self._house.members.values()
+        deaf = [m for m in members if not m.is_ready or (m.is_worker and m.joined_epoch < 0)]
+        self._house.fence(deaf, now)
         self._house.send_all(Exit())
         self._end_if_alone()
 

@@ -246,11 +246,11 @@ class Recovery:
     def _blame(self, member: Member, *, is_crash: bool) -> None:
         """Have the requests suspected of a crash: core's by the frontend, a worker's by core.
 
-        A worker that never joined an epoch ran no step of theirs.
+        A worker that has not joined the present epoch runs no step of theirs.
         """
         if member.child.role is Role.CORE:
             self._announcements.is_core_blamed |= is_crash
-        elif member.is_worker and member.joined_epoch >= 0:
+        elif member.is_worker and member.joined_epoch == self.formation.epoch:
             self.formation.is_blamed |= is_crash
 
     def _restart_quiet(self, role: Role, now: float) -> None:

@@ -76,17 +76,19 @@ def test_a_workers_crash_is_told_to_core_with_the_next_epoch(is_crash: bool) -> 
     assert not world.orders(StartEpoch)[-1].is_blamed
 
 
-def test_no_request_is_blamed_for_a_worker_that_crashes_before_it_joined() -> None:
+@pytest.mark.parametrize("is_survivor", [False, True])
+def test_no_request_is_blamed_for_a_worker_that_crashes_before_it_joins(is_survivor: bool) -> None:
     world = started(num_spares=1)
     world.pass_time(0.25)
-    [newcomer] = world.spares()
-    world.mute = {newcomer}
+    [newcomer], survivor = world.spares(), world.worker(0)
+    world.mute = {newcomer, survivor}
     world.die(world.worker(1))
     assert world.worker(1) == newcomer
-    world.alive.remove(newcomer)
-    world.obey(world.policy.died(newcomer, world.now, "exited with 1", is_crash=True))
-    world.check()
-    assert world.policy.state is State.READY
+    crashing = survivor if is_survivor else newcomer
+    world.mute = {newcomer} - {crashing}
+    world.alive.remove(crashing)
+    world.obey(world.policy.died(crashing, world.now, "exited with 1", is_crash=True))
+    world.mute = set()
     assert not any(order.is_blamed for order in world.orders(StartEpoch))
 
 

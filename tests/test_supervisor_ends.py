@@ -12,6 +12,7 @@ from nvserve.protocol.control import (
     EpochBroken,
     Failed,
     Held,
+    Ready,
     Role,
     State,
 )
@@ -165,13 +166,17 @@ def test_a_child_that_does_not_leave_is_killed_after_two_seconds() -> None:
     assert world.end is not None
 
 
-def test_an_interrupt_while_starting_stops_at_once_with_zero() -> None:
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_an_interrupt_while_starting_stops_at_once_with_zero(is_loading: bool) -> None:
+    """Before a worker says Ready as well as before it joins."""
     world = make_world()
-    loading = ChildId(Role.WORKER, 0)
-    world.mute = {loading}
+    slow = ChildId(Role.WORKER, 0)
+    world.mute = {slow}
     world.start()
+    if is_loading:
+        world.hear(slow, Ready())
     world.interrupt()
-    assert world.killed == [loading]
+    assert world.killed == [slow]
     assert world.end is not None
     assert world.end.code is ExitCode.OK
 
