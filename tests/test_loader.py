@@ -268,7 +268,7 @@ def test_broken_and_missing_configs_are_refused(tmp_path: Path) -> None:
 
 def test_rope_settings_of_older_configs_are_read() -> None:
     scaling = {"type": "linear", "factor": 2.0}
-    rope = read_shared({**FIELDS, "rope_theta": 5e5, "rope_scaling": scaling})["rope"]
+    rope = read_shared({**FIELDS, "rope_theta": 5e5, "rope_scaling": scaling}, 2048)["rope"]
     assert (rope.theta, rope.kind, rope.factor) == (5e5, "linear", 2.0)
 
 

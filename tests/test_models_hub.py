@@ -173,11 +173,35 @@ def test_other_settings_are_those_of_transformers(
     assert_same_as_transformers(make_folder(tmp_path, architecture, changes, **made))
 
 
-def test_fields_that_are_absent_mean_what_they_do_in_transformers(tmp_path: Path) -> None:
-    save_model(tmp_path, LLAMA, num_key_value_heads=8)
+@pytest.mark.parametrize(
+    ("architecture", "num_kv_heads", "made"),
+    [
+        (LLAMA, 64, {}),
+        (MISTRAL, 8, {"sliding_window": None}),
+        (QWEN2, 32, {}),
+        (QWEN3, 32, {"head_dim": 128}),
+    ],
+)
+def test_fields_that_are_absent_mean_what_they_do_in_transformers(
+    tmp_path: Path, architecture: str, num_kv_heads: int, made: Fields
+) -> None:
+    sizes = {"num_attention_heads": 64, "num_key_value_heads": num_kv_heads, "hidden_size": 256}
+    save_model(tmp_path, architecture, **sizes, **made)
     known = {"architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size"}
-    known |= {"num_hidden_layers", "num_attention_heads"}
+    known |= {"num_hidden_layers", "num_attention_heads", "sliding_window"}
     edit_config(tmp_path, lambda fields: [fields.pop(k) for k in list(fields) if k not in known])
+    expected = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path).context_len == expected.max_position_embeddings
+    assert read_config(tmp_path).num_kv_heads == expected.num_key_value_heads == num_kv_heads
+    assert_same_as_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, QWEN2, QWEN3])
+def test_as_many_kv_heads_as_query_heads_are_meant_by_null(
+    tmp_path: Path, architecture: str
+) -> None:
+    changes = {"num_key_value_heads": None}
+    make_folder(tmp_path, architecture, changes, num_key_value_heads=8, head_dim=8)
     assert_same_as_transformers(tmp_path)
 
 

@@ -5,13 +5,11 @@ Knows names of config.json fields that all families share; the families add thei
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from nvserve.workers.models.fields import Fields, positive_int, positive_number
 from nvserve.workers.models.rope import RopeConfig, read_rope
 from nvserve.workers.step_result import ModelRefused
-
-MAX_POSITION: Final = 2048  # what a config.json without max_position_embeddings means
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,14 @@ class DecoderConfig:
     has_qk_norm: bool = False
 
 
-def read_shared(fields: Fields) -> dict[str, Any]:
-    """The arguments of DecoderConfig that every family spells alike."""
+def read_shared(
+    fields: Fields, max_position: int, num_kv_heads: int | None = None
+) -> dict[str, Any]:
+    """The arguments of DecoderConfig that every family spells alike.
+
+    max_position and num_kv_heads are what the family means where config.json has neither; without
+    the latter, and where the field is null, there are as many KV heads as query heads.
+    """
     _check_plain(fields)
     num_heads = positive_int(fields, "num_attention_heads")
     hidden_size = positive_int(fields, "hidden_size")
@@ -49,8 +53,10 @@ def read_shared(fields: Fields) -> dict[str, Any]:
     head_dim = positive_int(fields, "head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ModelRefused(f"config.json: head_dim {head_dim} is odd, rotation needs pairs")
-    max_position = positive_int(fields, "max_position_embeddings", MAX_POSITION)
+    max_position = positive_int(fields, "max_position_embeddings", max_position)
     rope = read_rope(fields, max_position)
+    if num_kv_heads is None or "num_key_value_heads" in fields:
+        num_kv_heads = num_heads
     return {
         "architecture": fields["architectures"][0],
         "vocab_size": positive_int(fields, "vocab_size"),
@@ -58,7 +64,7 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         "intermediate_size": positive_int(fields, "intermediate_size"),
         "num_layers": positive_int(fields, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": positive_int(fields, "num_key_value_heads", num_heads),
+        "num_kv_heads": positive_int(fields, "num_key_value_heads", num_kv_heads),
         "head_dim": head_dim,
         "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
         "context_len": _context_len(max_position, rope),

@@ -5,12 +5,14 @@ from typing import Final
 from nvserve.workers.models.config import DecoderConfig, check_window, read_shared
 from nvserve.workers.models.fields import Fields
 
-WINDOW: Final = 4096  # what the family means when config.json has no sliding_window; null is none
+MAX_POSITION: Final = 131_072  # what the family means when config.json does not tell
+NUM_KV_HEADS: Final = 8
+WINDOW: Final = 4096  # null is none
 
 
 def read_mistral(fields: Fields) -> DecoderConfig:
     """The decoder that a MistralForCausalLM config.json describes."""
-    config = DecoderConfig(**read_shared(fields))
+    config = DecoderConfig(**read_shared(fields, MAX_POSITION, NUM_KV_HEADS))
     if fields.get("sliding_window", WINDOW) is None:
         return config
     return check_window(config, fields, WINDOW)

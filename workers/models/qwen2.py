@@ -6,13 +6,16 @@ from nvserve.workers.models.config import DecoderConfig, check_window, read_shar
 from nvserve.workers.models.fields import Fields
 from nvserve.workers.step_result import ModelRefused
 
-WINDOW: Final = 4096  # what the family means when config.json does not tell
+MAX_POSITION: Final = 32_768  # what the family means when config.json does not tell
+NUM_KV_HEADS: Final = 32
+WINDOW: Final = 4096
 NUM_WIDE_LAYERS: Final = 28
 
 
 def read_qwen2(fields: Fields) -> DecoderConfig:
     """The decoder that a Qwen2ForCausalLM config.json describes."""
-    return check_layers(DecoderConfig(**read_shared(fields), has_qkv_bias=True), fields)
+    shared = read_shared(fields, MAX_POSITION, NUM_KV_HEADS)
+    return check_layers(DecoderConfig(**shared, has_qkv_bias=True), fields)
 
 
 def check_layers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
