@@ -264,6 +264,10 @@ REFUSALS: list[tuple[str, Fields, str]] = [
     (LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),
     (LLAMA, {"rope_parameters": None, "rope_theta": "big"}, "rope_theta"),
     (LLAMA, {"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
+    (LLAMA, {"rope_parameters": None, "rope_theta": 10**400}, "rope_theta"),
+    (LLAMA, {"rope_parameters": {**YARN, "factor": 1e308}}, "factor"),
+    (LLAMA, {"rope_parameters": {**YARN, "beta_fast": 1e308}}, "beta_fast"),
+    (LLAMA, {"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_theta 1 "),
     (LLAMA, {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
     (LLAMA, {"rope_parameters": {"rope_type": ["linear"]}}, "rope_type ['linear']"),
     (LLAMA, {"rope_parameters": {"rope_type": "linear"}}, "factor"),
@@ -295,6 +299,7 @@ def test_a_config_of_another_model_is_refused_by_its_field(
         read_config(tmp_path)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
 
 
 def test_a_window_that_config_json_does_not_name_is_the_familys(tmp_path: Path) -> None:

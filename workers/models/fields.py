@@ -1,14 +1,17 @@
 """Reads single values of a model folder's JSON files; every refusal names the field."""
 
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nvserve.workers.step_result import ModelRefused
 
 Fields = Mapping[str, Any]
+
+MIN_NUMBER: Final = 1e-30  # no model is near either end; all arithmetic in between is finite
+MAX_NUMBER: Final = 1e30
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,15 +33,21 @@ def positive_int(fields: Fields, name: str, default: int | None = None) -> int:
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ModelRefused(f"config.json: {name} must be a positive integer, not {value!r}")
+        raise _refusal(name, "a positive integer", value)
     return value
 
 
 def positive_number(fields: Fields, name: str, default: float | None = None) -> float:
-    """Like positive_int, for finite numbers."""
+    """Like positive_int, for numbers that float32 holds with room to reckon."""
     value = fields.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelRefused(f"config.json: {name} must be a positive number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise _refusal(name, "a positive number", value)
+    if not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise _refusal(name, f"between {MIN_NUMBER:g} and {MAX_NUMBER:g}", value)
     return float(value)
+
+
+def _refusal(name: str, wanted: str, value: object) -> ModelRefused:
+    return ModelRefused(f"config.json: {name} must be {wanted}, not {reprlib.repr(value)}")

@@ -103,6 +103,8 @@ def _read_llama3(scaling: Fields, theta: float, original: int) -> RopeConfig:
 
 
 def _read_yarn(scaling: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
+    if theta <= 1.0:
+        raise ModelRefused(f"config.json: rope_theta {theta:g} must be more than 1 for yarn")
     factor = positive_number(scaling, "factor", max_position / original)
     return RopeConfig(
         theta,
