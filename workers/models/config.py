@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from nvserve.workers.models.fields import Fields, positive_int, positive_number
+from nvserve.workers.models.fields import MAX_INT, Fields, positive_int, positive_number
 from nvserve.workers.models.rope import RopeConfig, read_rope
 from nvserve.workers.step_result import ModelRefused
 
@@ -89,7 +89,12 @@ def _context_len(max_position: int, rope: RopeConfig) -> int:
     """YaRN is often added to a config.json whose max_position_embeddings stays as it was."""
     if rope.kind != "yarn":
         return max_position
-    return max(max_position, int(rope.factor * rope.original_max_position))
+    widened = int(rope.factor * rope.original_max_position)
+    if widened > MAX_INT:
+        raise ModelRefused(
+            f"config.json: factor {rope.factor:g} makes a context of more than {MAX_INT} tokens"
+        )
+    return max(max_position, widened)
 
 
 def check_window(config: DecoderConfig, fields: Fields, default: int) -> DecoderConfig:

@@ -10,6 +10,7 @@ from nvserve.workers.step_result import ModelRefused
 
 Fields = Mapping[str, Any]
 
+MAX_INT: Final = 2**31 - 1  # messages and kernels hold sizes and positions in 32 bits
 MIN_NUMBER: Final = 1e-30  # no model is near either end; all arithmetic in between is finite
 MAX_NUMBER: Final = 1e30
 
@@ -34,6 +35,8 @@ def positive_int(fields: Fields, name: str, default: int | None = None) -> int:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise _refusal(name, "a positive integer", value)
+    if value > MAX_INT:
+        raise _refusal(name, f"at most {MAX_INT}", value)
     return value
 
 
