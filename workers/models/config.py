@@ -4,7 +4,7 @@ Knows names of config.json fields that all families share; the families add thei
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nvserve.workers.models.fields import MAX_INT, Fields, positive_int, positive_number
@@ -25,7 +25,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    context_len: int  # tokens that positions are made for
+    context_len: int  # tokens that positions are made for, and that every layer sees
     rope: RopeConfig
     is_tied: bool  # the head reads the embedding's weights
     has_qkv_bias: bool = False
@@ -97,16 +97,14 @@ def _context_len(max_position: int, rope: RopeConfig) -> int:
     return max(max_position, widened)
 
 
-def check_window(config: DecoderConfig, fields: Fields, default: int) -> DecoderConfig:
-    """The config again if layers that see sliding_window tokens only see all there can be."""
+def cap_context(config: DecoderConfig, fields: Fields, default: int) -> DecoderConfig:
+    """The config with a context of sliding_window tokens at most, for one with layers that slide.
+
+    A token sees itself and the window - 1 tokens before it, so up to there such layers see all,
+    like any other. What lies beyond would need attention to a window only, which is not supported.
+    """
     window = positive_int(fields, "sliding_window", default)
-    if window < config.context_len:
-        raise ModelRefused(
-            f"config.json: sliding_window {window} is less than the context of"
-            f" {config.context_len} tokens, and sliding-window attention is not supported;"
-            f" with max_position_embeddings {window} it would not be needed"
-        )
-    return config
+    return replace(config, context_len=min(window, config.context_len))
 
 
 def check_parallel(config: DecoderConfig, tp_size: int) -> None:

@@ -1,8 +1,11 @@
-"""Mistral: the plain decoder without biases; early ones attend within a window only."""
+"""Mistral: the plain decoder without biases.
+
+Early ones attend within a window, and are served with a context as long as that window.
+"""
 
 from typing import Final
 
-from nvserve.workers.models.config import DecoderConfig, check_window, read_shared
+from nvserve.workers.models.config import DecoderConfig, cap_context, read_shared
 from nvserve.workers.models.fields import Fields
 
 MAX_POSITION: Final = 131_072  # what the family means when config.json does not tell
@@ -15,4 +18,4 @@ def read_mistral(fields: Fields) -> DecoderConfig:
     config = DecoderConfig(**read_shared(fields, MAX_POSITION, NUM_KV_HEADS))
     if fields.get("sliding_window", WINDOW) is None:
         return config
-    return check_window(config, fields, WINDOW)
+    return cap_context(config, fields, WINDOW)

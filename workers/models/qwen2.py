@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from nvserve.workers.models.config import DecoderConfig, check_window, read_shared
+from nvserve.workers.models.config import DecoderConfig, cap_context, read_shared
 from nvserve.workers.models.fields import Fields
 from nvserve.workers.step_result import ModelRefused
 
@@ -15,11 +15,11 @@ NUM_WIDE_LAYERS: Final = 28
 def read_qwen2(fields: Fields) -> DecoderConfig:
     """The decoder that a Qwen2ForCausalLM config.json describes."""
     shared = read_shared(fields, MAX_POSITION, NUM_KV_HEADS)
-    return check_layers(DecoderConfig(**shared, has_qkv_bias=True), fields)
+    return read_layers(DecoderConfig(**shared, has_qkv_bias=True), fields)
 
 
-def check_layers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
-    """The config again unless some layers, which Qwen3 tells alike, attend to less than all."""
+def read_layers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """The config, its context capped if some layers, which Qwen3 tells alike, see a window only."""
     has_window = bool(fields.get("use_sliding_window")) and (
         fields.get("sliding_window", WINDOW) is not None
     )
@@ -29,10 +29,10 @@ def check_layers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
         if not isinstance(num_wide, int):
             raise ModelRefused(f"config.json: max_window_layers must be a number, not {num_wide!r}")
         is_sliding = has_window and num_wide < config.num_layers
-        return check_window(config, fields, WINDOW) if is_sliding else config
+        return cap_context(config, fields, WINDOW) if is_sliding else config
     if not isinstance(kinds, list) or len(kinds) != config.num_layers:
         raise ModelRefused(f"config.json: layer_types must name {config.num_layers} layers")
     for kind in kinds:
         if kind != "full_attention" and (kind != "sliding_attention" or not has_window):
             raise ModelRefused(f"config.json: layer_types: {kind!r} is not supported")
-    return check_window(config, fields, WINDOW) if "sliding_attention" in kinds else config
+    return cap_context(config, fields, WINDOW) if "sliding_attention" in kinds else config

@@ -4,7 +4,7 @@ from typing import Final
 
 from nvserve.workers.models.config import DecoderConfig, read_shared
 from nvserve.workers.models.fields import Fields
-from nvserve.workers.models.qwen2 import MAX_POSITION, NUM_KV_HEADS, check_layers
+from nvserve.workers.models.qwen2 import MAX_POSITION, NUM_KV_HEADS, read_layers
 
 HEAD_DIM: Final = 128  # what the family means when config.json has no head_dim
 
@@ -17,4 +17,4 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
     config = DecoderConfig(
         **shared, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True
     )
-    return check_layers(config, fields)
+    return read_layers(config, fields)
