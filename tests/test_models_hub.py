@@ -284,6 +284,7 @@ REFUSALS: list[tuple[str, Fields, str]] = [
     (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (LLAMA, {"head_dim": 9}, "head_dim 9"),
+    (QWEN3, {"head_dim": 0}, "head_dim"),
     (LLAMA, {"head_dim": None, "num_attention_heads": 7}, "num_attention_heads 7"),
     (LLAMA, {"hidden_size": True}, "hidden_size"),
     (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads"),
