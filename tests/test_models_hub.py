@@ -108,6 +108,8 @@ YARNS: dict[str, Fields] = {
     "mscale": {"mscale": 1.2, "mscale_all_dim": 0.7},
     "factor-below-one": {"factor": 0.5},
     "factor-of-the-contexts": {"factor": None},
+    "betas-of-zero": {"beta_fast": 0, "beta_slow": 0},
+    "original-as-float": {"original_max_position_embeddings": float(ORIGINAL)},
     "narrow": {"beta_fast": 1, "beta_slow": 1},
 }
 ROPES |= {
@@ -303,6 +305,11 @@ REFUSALS: list[tuple[str, Fields, str]] = [
         LLAMA,
         {"rope_parameters": {**YARN, "factor": 1e9, "original_max_position_embeddings": 256}},
         "factor 1e+09",
+    ),
+    (
+        LLAMA,
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 8192.5}},
+        "original_max_position_embeddings",
     ),
     (LLAMA, {"rope_parameters": {**YARN, "beta_fast": 1e308}}, "beta_fast"),
     (LLAMA, {"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_theta 1 "),

@@ -81,8 +81,10 @@ def _first(scaling: Fields, fields: Fields, name: str) -> object:
 def _original(scaling: Fields, fields: Fields, max_position: int) -> int:
     """The context before scaling: beside the settings if it is there, else among them."""
     name = "original_max_position_embeddings"
-    where = scaling if fields.get(name) is None else fields
-    return positive_int(where, name, max_position)
+    value = _first(fields, scaling, name)
+    if isinstance(value, float) and value.is_integer():  # 8192.0: the other numbers are floats too
+        value = int(value)
+    return positive_int({name: value}, name, max_position)
 
 
 def _read_llama3(scaling: Fields, theta: float, original: int) -> RopeConfig:
@@ -111,11 +113,16 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_position: int) 
         "yarn",
         factor,
         original,
-        beta_fast=positive_number(scaling, "beta_fast", 32.0),
-        beta_slow=positive_number(scaling, "beta_slow", 1.0),
+        beta_fast=_beta(scaling, "beta_fast", 32.0),
+        beta_slow=_beta(scaling, "beta_slow", 1.0),
         is_truncated=bool(scaling.get("truncate", True)),
         attention_factor=_yarn_attention_factor(scaling, factor),
     )
+
+
+def _beta(scaling: Fields, name: str, default: float) -> float:
+    """Here 0 stands for the default as well."""
+    return positive_number({name: scaling.get(name) or default}, name)
 
 
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
