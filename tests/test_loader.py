@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from step_driver import Ask, greedy_reference, make_driver, save_model
 
@@ -118,7 +119,7 @@ def test_a_tied_checkpoint_needs_no_head(tmp_path: Path) -> None:
 def test_a_tied_checkpoint_with_another_head_is_refused_by_the_ranks_that_see_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """transformers unties such a model; which of the two is meant, none can tell."""
+    """As soon as it has the embedding. transformers unties such a model and serves the head."""
     monkeypatch.setattr("nvserve.workers.loader.COMPARED_ROWS", 10)
     save_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
 
@@ -131,10 +132,24 @@ def test_a_tied_checkpoint_with_another_head_is_refused_by_the_ranks_that_see_it
     for rank in range(2):
         parameters = make_decoder(config, rank, 2).parameters()
         if rank == row // 49:
-            with pytest.raises(ModelRefused, match=r"lm_head\.weight in .* tie_word_embeddings"):
-                load(tmp_path, parameters, True, ignore)
+            reports = list[float]()
+            with pytest.raises(ModelRefused, match=r"the stored head.* must say false") as refused:
+                load(tmp_path, parameters, True, reports.append)
+            assert str(refused.value).startswith("lm_head.weight in model.safetensors differs")
+            assert not reports
         else:
             load(tmp_path, parameters, True, ignore)
+
+
+def test_a_head_that_differs_is_served_once_config_json_unties_it(tmp_path: Path) -> None:
+    save_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    expected = greedy_reference(load_model(tmp_path, dtype=torch.float32).eval(), PROMPT, 8)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    assert make_driver(tmp_path, tmp_path).generate([Ask(PROMPT, 8)]) == [expected]
 
 
 def test_buffers_that_follow_from_the_config_are_no_extras(checkpoint: Path) -> None:

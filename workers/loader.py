@@ -53,20 +53,24 @@ def load(model: Path, parameters: list[Parameter], is_tied: bool, report: Report
         with _open(path) as checkpoint:
             for name in sorted(n for n in wanted if files[n] == path):
                 _fill(wanted[name], checkpoint.get_slice(name), path)
+                if name == EMBEDDING and is_tied and HEAD in files:
+                    _check_head(wanted[name], files[HEAD])
                 num_done += wanted[name].target.numel()
                 report(num_done / total)
-    if is_tied and HEAD in files:
-        _check_head(wanted[EMBEDDING], files[HEAD])
 
 
 def _check_head(embedding: Parameter, path: Path) -> None:
-    """Refuse a tied model whose head in this file is another one: which is meant, none can tell."""
+    """Refuse a tied model whose head in this file is another one.
+
+    transformers unties such a model without a word; here config.json has to say so.
+    """
     with _open(path) as checkpoint:
         if _holds(checkpoint.get_slice(HEAD), embedding):
             return
     raise ModelRefused(
         f"{HEAD} in {path.name} differs from {EMBEDDING}, though config.json says"
-        " tie_word_embeddings: it must say false if the head is to serve"
+        " tie_word_embeddings; transformers would serve the stored head: to have that here,"
+        " tie_word_embeddings must say false"
     )
 
 
