@@ -135,12 +135,20 @@ def test_every_family_reads_yarn(tmp_path: Path, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "context_len"), [("yarn", 1024), ("linear", 256), ("dynamic", 256)]
+    ("kind", "changes", "context_len"),
+    [
+        ("yarn", {"original_max_position_embeddings": 256}, 1024),
+        ("yarn", {"original_max_position_embeddings": ORIGINAL}, 256),
+        ("yarn", {}, 256),
+        ("linear", {}, 256),
+        ("dynamic", {}, 256),
+    ],
 )
-def test_yarn_widens_a_context_that_config_json_left_as_it_was(
-    tmp_path: Path, kind: str, context_len: int
+def test_yarn_widens_the_context_that_config_json_calls_the_original(
+    tmp_path: Path, kind: str, changes: Fields, context_len: int
 ) -> None:
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    """Without it max_position_embeddings may be either, and the shorter one is safe."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **changes}
     folder = make_folder(tmp_path, LLAMA, {"rope_parameters": rope})
     assert read_config(folder).context_len == context_len
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nvserve.workers.models.fields import MAX_INT, Fields, positive_int, positive_number
+from nvserve.workers.models.fields import Fields, positive_int, positive_number
 from nvserve.workers.models.rope import RopeConfig, read_rope
 from nvserve.workers.step_result import ModelRefused
 
@@ -67,7 +67,8 @@ def read_shared(
         "num_kv_heads": positive_int(fields, "num_key_value_heads", num_kv_heads),
         "head_dim": head_dim,
         "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
-        "context_len": _context_len(max_position, rope),
+        # YaRN is often added to a config.json whose max_position_embeddings stays as it was.
+        "context_len": max(max_position, rope.widened_context),
         "rope": rope,
         "is_tied": bool(fields.get("tie_word_embeddings", False)),
     }
@@ -83,18 +84,6 @@ def _check_plain(fields: Fields) -> None:
         raise ModelRefused("config.json: is_causal false: this model reads ahead, it cannot write")
     if fields.get("per_layer_config"):
         raise ModelRefused("config.json: per_layer_config: layers that differ are not supported")
-
-
-def _context_len(max_position: int, rope: RopeConfig) -> int:
-    """YaRN is often added to a config.json whose max_position_embeddings stays as it was."""
-    if rope.kind != "yarn":
-        return max_position
-    widened = int(rope.factor * rope.original_max_position)
-    if widened > MAX_INT:
-        raise ModelRefused(
-            f"config.json: factor {rope.factor:g} makes a context of more than {MAX_INT} tokens"
-        )
-    return max(max_position, widened)
 
 
 def cap_context(config: DecoderConfig, fields: Fields, default: int) -> DecoderConfig:

@@ -6,7 +6,7 @@ Knows numbers only; layers.py makes the table of them.
 import math
 from dataclasses import dataclass
 
-from nvserve.workers.models.fields import Fields, positive_int, positive_number
+from nvserve.workers.models.fields import MAX_INT, Fields, positive_int, positive_number
 from nvserve.workers.step_result import ModelRefused
 
 
@@ -18,6 +18,7 @@ class RopeConfig:
     kind: str = "default"  # default, linear, llama3 or yarn
     factor: float = 1.0
     original_max_position: int = 8192  # llama3 and yarn
+    widened_context: int = 0  # yarn, in tokens; 0 where config.json has no original context
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn, like those below
@@ -44,11 +45,9 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
         case "linear":
             return RopeConfig(theta, kind, positive_number(scaling, "factor"))
         case "llama3":
-            return _read_llama3(scaling, theta, _original(scaling, fields, max_position))
+            return _read_llama3(scaling, theta, _original(scaling, fields) or max_position)
         case "yarn":
-            return _read_yarn(
-                scaling, theta, _original(scaling, fields, max_position), max_position
-            )
+            return _read_yarn(scaling, theta, _original(scaling, fields), max_position)
     raise ModelRefused(
         f"config.json: rope_type {kind!r} is not supported;"
         " default, linear, dynamic, llama3 and yarn are"
@@ -78,13 +77,13 @@ def _first(scaling: Fields, fields: Fields, name: str) -> object:
     return fields.get(name) if value is None else value
 
 
-def _original(scaling: Fields, fields: Fields, max_position: int) -> int:
-    """The context before scaling: beside the settings if it is there, else among them."""
+def _original(scaling: Fields, fields: Fields) -> int | None:
+    """The context before scaling: beside the settings if it is there, else among them, or none."""
     name = "original_max_position_embeddings"
     value = _first(fields, scaling, name)
     if isinstance(value, float) and value.is_integer():  # 8192.0: the other numbers are floats too
         value = int(value)
-    return positive_int({name: value}, name, max_position)
+    return None if value is None else positive_int({name: value}, name)
 
 
 def _read_llama3(scaling: Fields, theta: float, original: int) -> RopeConfig:
@@ -104,15 +103,23 @@ def _read_llama3(scaling: Fields, theta: float, original: int) -> RopeConfig:
     return rope
 
 
-def _read_yarn(scaling: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
+def _read_yarn(
+    scaling: Fields, theta: float, original: int | None, max_position: int
+) -> RopeConfig:
     if theta <= 1.0:
         raise ModelRefused(f"config.json: rope_theta {theta:g} must be more than 1 for yarn")
-    factor = positive_number(scaling, "factor", max_position / original)
+    factor = positive_number(scaling, "factor", max_position / (original or max_position))
+    widened = 0 if original is None else int(factor * original)
+    if widened > MAX_INT:
+        raise ModelRefused(
+            f"config.json: factor {factor:g} makes a context of more than {MAX_INT} tokens"
+        )
     return RopeConfig(
         theta,
         "yarn",
         factor,
-        original,
+        original or max_position,
+        widened,
         beta_fast=_beta(scaling, "beta_fast", 32.0),
         beta_slow=_beta(scaling, "beta_slow", 1.0),
         is_truncated=bool(scaling.get("truncate", True)),
