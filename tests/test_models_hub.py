@@ -111,6 +111,7 @@ YARNS: dict[str, Fields] = {
     "betas-of-zero": {"beta_fast": 0, "beta_slow": 0},
     "original-as-float": {"original_max_position_embeddings": float(ORIGINAL)},
     "narrow": {"beta_fast": 1, "beta_slow": 1},
+    "one-point": {"beta_fast": 1, "beta_slow": 1, "truncate": False},
 }
 ROPES |= {
     f"yarn-{name}": {
