@@ -4,6 +4,7 @@ A refusal names the field of config.json that is to blame.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ YARNS: dict[str, Fields] = {
     "original-as-float": {"original_max_position_embeddings": float(ORIGINAL)},
     "narrow": {"beta_fast": 1, "beta_slow": 1},
     "one-point": {"beta_fast": 1, "beta_slow": 1, "truncate": False},
+    "one-index": {"beta_fast": ORIGINAL / math.tau, "beta_slow": ORIGINAL / math.tau},
 }
 ROPES |= {
     f"yarn-{name}": {
