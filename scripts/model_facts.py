@@ -3,14 +3,13 @@
 Loads no weights and no tokenizer. Every refusal is one line for the user.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nvserve.protocol.config import ModelFacts
 from nvserve.workers.models.config import DecoderConfig, check_parallel
+from nvserve.workers.models.fields import Fields, read_json
 from nvserve.workers.models.registry import read_fields
 from nvserve.workers.step_result import ModelRefused
 
@@ -39,11 +38,11 @@ def read_model(path: Path, *, needs_weights: bool = True) -> Model:
         raise ModelError(f"--model {path}: no such folder")
     if not path.is_dir():
         raise ModelError(f"--model {path}: not a folder")
-    config = _read_json(path / "config.json")
+    config = _read(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"--model {path}: no tokenizer.json")
     generation = path / "generation_config.json"
-    model = _model_of(path, config, _read_json(generation) if generation.is_file() else {})
+    model = _model_of(path, config, _read(generation) if generation.is_file() else {})
     if needs_weights and not any(path.glob("*.safetensors")):
         raise ModelError(f"--model {path}: no *.safetensors weights (or use --load-format dummy)")
     return model
@@ -63,7 +62,7 @@ def check_split(model: Model, tp_size: int) -> None:
         raise ModelError(f"--model {model.path}: {error}") from error
 
 
-def _model_of(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> Model:
+def _model_of(path: Path, config: Fields, generation: Fields) -> Model:
     try:
         decoder = read_fields(config)  # what a worker would refuse is refused before one starts
     except ModelRefused as error:
@@ -84,25 +83,20 @@ def _model_of(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
     return Model(path, facts, decoder, _dtype(config))
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: Fields) -> str:
     """What --dtype auto means on a GPU; transformers 5 writes `dtype` where 4 wrote another."""
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return name if name in DTYPES else DTYPES[0]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Fields:
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"--model {path.parent}: no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
+        return read_json(path)
+    except ModelRefused as error:
+        raise ModelError(f"--model {error}") from error
 
 
-def _ids(config: Mapping[str, Any], name: str) -> list[int]:
+def _ids(config: Fields, name: str) -> list[int]:
     """A token id that may be missing, null, one number or a list of them."""
     value = config.get(name)
     values = value if isinstance(value, list) else [value]

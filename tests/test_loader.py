@@ -274,11 +274,11 @@ def test_a_config_that_cannot_be_served_is_refused(
 
 def test_broken_and_missing_configs_are_refused(tmp_path: Path) -> None:
     assert "is no folder" in refusal(tmp_path / "nowhere")
-    assert "does not exist" in refusal(tmp_path)
+    assert "no config.json" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    assert "no JSON object" in refusal(tmp_path)
+    assert "not a JSON object" in refusal(tmp_path)
 
 
 def test_rope_settings_of_older_configs_are_read() -> None:

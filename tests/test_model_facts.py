@@ -79,8 +79,12 @@ def test_what_a_worker_would_refuse_is_refused_before_one_starts(
     ("changes", "tp_size", "words"),
     [
         ({}, 3, "--tp 3 cannot split 4 KV heads / 8 query heads"),
-        ({"num_key_value_heads": 3}, 1, "3 KV heads do not divide 8 query heads"),
-        ({"intermediate_size": 385}, 2, "--tp 2 does not divide the feed-forward size 385"),
+        (
+            {"num_key_value_heads": 3},
+            1,
+            "num_key_value_heads 3 does not divide num_attention_heads 8",
+        ),
+        ({"intermediate_size": 385}, 2, "--tp 2 does not divide intermediate_size 385"),
     ],
 )
 def test_a_size_that_a_worker_would_refuse_is_refused_before_one_starts(
@@ -89,6 +93,27 @@ def test_a_size_that_a_worker_would_refuse_is_refused_before_one_starts(
     model = read_model(make_folder(tmp_path, **changes), needs_weights=False)
     with pytest.raises(ModelError, match=words):
         check_split(model, tp_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", None, ": no config.json"),
+        ("config.json", "{", "/config.json cannot be read: "),
+        ("config.json", "[]", "/config.json: not a JSON object"),
+        ("generation_config.json", "[]", "/generation_config.json: not a JSON object"),
+    ],
+)
+def test_a_file_that_holds_no_fields_is_refused_by_its_name(
+    tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
+    make_folder(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as refused:
+        read_model(tmp_path, needs_weights=False)
+    assert str(refused.value).startswith(f"--model {tmp_path}{words}")
 
 
 def test_yarn_widens_the_context_that_may_be_asked_for(tmp_path: Path) -> None:

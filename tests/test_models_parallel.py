@@ -44,9 +44,9 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
     [
         (8, 4, 3, "--tp 3 does not divide 8 query heads"),
         (6, 6, 4, "--tp 4 does not divide 6 query heads"),
-        (6, 3, 2, "--tp 2 neither divides nor is divided by 3 KV heads"),
-        (12, 6, 4, "--tp 4 neither divides nor is divided by 6 KV heads"),
-        (8, 3, 1, "3 KV heads do not divide 8 query heads"),
+        (6, 3, 2, "--tp 2 neither divides nor is divided by num_key_value_heads 3"),
+        (12, 6, 4, "--tp 4 neither divides nor is divided by num_key_value_heads 6"),
+        (8, 3, 1, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         (16, 16, 64, "--tp 64 does not divide 16 query heads"),
     ],
 )
@@ -60,7 +60,7 @@ def test_sizes_that_do_not_fit_the_heads_are_refused(
 
 def test_a_size_that_does_not_divide_the_feed_forward_is_refused() -> None:
     fields = {**FIELDS, "num_attention_heads": 8, "intermediate_size": 97}
-    with pytest.raises(ModelRefused, match="feed-forward size 97"):
+    with pytest.raises(ModelRefused, match="intermediate_size 97"):
         check_parallel(read_llama(fields), 2)
 
 

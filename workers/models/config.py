@@ -100,14 +100,18 @@ def check_parallel(config: DecoderConfig, tp_size: int) -> None:
     """Refuse a tensor-parallel size that does not divide this model; before anything is loaded."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % kv_heads:
-        raise ModelRefused(f"{kv_heads} KV heads do not divide {heads} query heads")
+        raise ModelRefused(
+            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        )
     if heads % tp_size:
         raise ModelRefused(f"--tp {tp_size} does not divide {heads} query heads")
     if kv_heads % tp_size and tp_size % kv_heads:
-        raise ModelRefused(f"--tp {tp_size} neither divides nor is divided by {kv_heads} KV heads")
+        raise ModelRefused(
+            f"--tp {tp_size} neither divides nor is divided by num_key_value_heads {kv_heads}"
+        )
     if config.intermediate_size % tp_size:
         raise ModelRefused(
-            f"--tp {tp_size} does not divide the feed-forward size {config.intermediate_size}"
+            f"--tp {tp_size} does not divide intermediate_size {config.intermediate_size}"
         )
 
 

@@ -20,11 +20,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelRefused(f"{path} does not exist") from None
+        raise ModelRefused(f"{path.parent}: no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelRefused(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelRefused(f"{path} holds no JSON object")
+        raise ModelRefused(f"{path}: not a JSON object")
     return content
 
 
