@@ -205,7 +205,7 @@ def test_a_window_caps_the_context_where_it_begins_to_matter(
     made = {"head_dim": 8} if architecture == QWEN3 else {}
     make_folder(tmp_path, architecture, {**changes, "sliding_window": 40}, **made)
     assert read_config(tmp_path).context_len == 40
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     driver = make_driver(tmp_path, tmp_path)
     prompt = [token * 7 % 97 for token in range(41)]
     with torch.inference_mode():

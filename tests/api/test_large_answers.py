@@ -39,6 +39,7 @@ def asked_beside_probes(frontend: FrontendProcess, path: str) -> tuple[bytes, fl
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_logprobs_of_many_tokens_stall_nobody(shared: FrontendProcess, path: str) -> None:
     waits: list[float] = []
+    answer = b""
     while not waits or waits[-1] > LIMIT_S:
         assert len(waits) < NUM_ROUNDS, waits
         answer, longest = asked_beside_probes(shared, path)
