@@ -7,7 +7,6 @@ whole document or a stream. The status line of a generation waits for core's ans
 import asyncio
 import importlib.metadata
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -40,6 +39,7 @@ from nvserve.frontend.schema import (
     plain_messages,
 )
 from nvserve.frontend.service import Service
+from nvserve.frontend.turns import Turns
 from nvserve.protocol.control import State
 
 logger = logging.getLogger(__name__)
@@ -140,21 +140,20 @@ class _Api:
         self._service: Final = service
         self._tokenizer: Final = service.tokenizer
         self._held: Final = HeldBodies()
-        self._large: Final = asyncio.Lock()  # one large body is decoded at a time
+        self._turns: Final = Turns()
 
     async def _body(self, body_type: type[T], exchange: Exchange) -> T:
-        """The body, checked. Between two large ones what else runs gets as much time as they."""
+        """The body, checked."""
         max_ids = self._service.config.max_model_len
         with self._held.one() as on_growth:
             raw = await exchange.read_json(on_growth)
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
-            async with self._large:
-                begun = time.monotonic()
-                try:
+            # A drain waits for those in the queue, and each then hears that it is over.
+            with self._service.working():
+                async with self._turns.one(exchange):
+                    self._service.check_open()
                     return parse(body_type, raw, max_ids)
-                finally:
-                    await asyncio.sleep(time.monotonic() - begun)
 
     # -- generation ------------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ from nvserve.protocol.client_messages import SamplingFields
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_N: Final = 128
+MAX_ARGUMENTS: Final = (
+    1 << 20
+)  # characters of all calls' arguments, which are decoded for templates
 MAX_TURNS: Final = 8192  # messages with the parts and calls in them
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 FORMATS: Final = ("text", "json_object", "json_schema")
@@ -261,7 +264,18 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         raise invalid("messages", "must not be empty")
     if len(messages) > MAX_TURNS or sum(map(_num_parts, messages)) > MAX_TURNS:
         raise invalid("messages", f"hold more than {MAX_TURNS} messages, parts and calls")
+    _check_arguments(messages)
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_arguments(messages: list[ChatMessage]) -> None:
+    num_chars = 0
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.tool_calls or ()):
+            num_chars += len(call.function.arguments)
+            if num_chars > MAX_ARGUMENTS:
+                where = f"messages[{index}].tool_calls[{number}].function.arguments"
+                raise invalid(where, f"makes all arguments longer than {MAX_ARGUMENTS} characters")
 
 
 def _num_parts(message: ChatMessage) -> int:

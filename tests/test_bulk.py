@@ -164,3 +164,15 @@ def test_a_frame_of_small_values_is_refused_first(params: bytes) -> None:
 def test_a_large_frame_of_text_passes() -> None:
     submit = Submit(id=5, prompt="a" * (8 << 20))
     assert message_of(encode_client(submit)) == submit
+
+
+def test_arguments_of_all_calls_together_are_bounded() -> None:
+    """One string each, so that no count of names and values shows what templates decode of them."""
+    half = '{"a":[%s]}' % ("[]," * (FREE_BYTES // 6) + "[]")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": half}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    raw = json.dumps({"messages": [turn, turn]}).encode()
+    assert len(plain_messages(parse(ChatBody, raw).messages[:1])) == 1
+    with pytest.raises(ApiError) as caught:
+        plain_messages(parse(ChatBody, raw).messages)
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"

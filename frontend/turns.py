@@ -1,0 +1,46 @@
+"""Large bodies are decoded one after another, so that they cannot hold the event loop together."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+from nvserve.frontend.bulk import HELD_RETRY_AFTER_S
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.exchange import ClientGone, Exchange
+
+LIMIT_S: Final = 10.0  # for which one waits for those before it
+
+
+class Turns:
+    """Whose large body is decoded now."""
+
+    def __init__(self) -> None:
+        self._lock: Final = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def one(self, exchange: Exchange) -> AsyncIterator[None]:
+        """A turn, behind which whatever else runs gets as much time as it took.
+
+        A 503 for who waits too long, by the request's own time-out too; ClientGone for whose
+        client has hung up meanwhile.
+        """
+        own_s = exchange.timeout_s()
+        limit_s = LIMIT_S if own_s is None else min(own_s, LIMIT_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            text = f"large bodies of others were decoded for {limit_s:g} s"
+            raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
+        begun = time.monotonic()
+        try:
+            if exchange.transport.is_closing():
+                raise ClientGone
+            yield
+        finally:
+            try:
+                await asyncio.sleep(time.monotonic() - begun)
+            finally:
+                self._lock.release()

@@ -1,0 +1,70 @@
+"""The queue of large bodies: nobody waits for ever, and nothing keeps it closed."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.exchange import ClientGone
+from nvserve.frontend.turns import Turns
+
+
+def exchange(timeout_s: float | None = None, *, is_gone: bool = False) -> Any:
+    transport = SimpleNamespace(is_closing=lambda: is_gone)
+    return SimpleNamespace(timeout_s=lambda: timeout_s, transport=transport)
+
+
+async def decode(turns: Turns, *, of: Any) -> str:
+    async with turns.one(of):
+        return "decoded"
+
+
+def test_who_waits_longer_than_the_request_may_take_is_refused() -> None:
+    async def run() -> None:
+        turns = Turns()
+        async with turns.one(exchange()):
+            with pytest.raises(ApiError) as caught:
+                await decode(turns, of=exchange(0.01))
+            assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)
+        assert await decode(turns, of=exchange()) == "decoded"
+
+    asyncio.run(run())
+
+
+def test_a_body_whose_client_has_gone_is_not_decoded() -> None:
+    async def run() -> None:
+        turns = Turns()
+        with pytest.raises(ClientGone):
+            await decode(turns, of=exchange(is_gone=True))
+        assert await decode(turns, of=exchange()) == "decoded"
+
+    asyncio.run(run())
+
+
+def test_a_turn_ends_whatever_cuts_it_short() -> None:
+    """An error inside, a cancellation inside, and one while it waits."""
+
+    async def hold(turns: Turns, begun: asyncio.Event) -> None:
+        async with turns.one(exchange()):
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        turns, begun = Turns(), asyncio.Event()
+        with pytest.raises(ValueError, match="no JSON"):
+            async with turns.one(exchange()):
+                raise ValueError("no JSON")
+        holding = asyncio.create_task(hold(turns, begun))
+        await begun.wait()
+        waiting = asyncio.create_task(decode(turns, of=exchange()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        holding.cancel()
+        await asyncio.wait([holding, waiting])
+        assert holding.cancelled()
+        assert waiting.cancelled()
+        assert await decode(turns, of=exchange()) == "decoded"
+
+    asyncio.run(run())
