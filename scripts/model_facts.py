@@ -49,17 +49,11 @@ def read_model(path: Path, *, needs_weights: bool = True) -> Model:
 
 
 def check_split(model: Model, tp_size: int) -> None:
-    """Raise ModelError unless the model can be divided among `tp_size` ranks.
-
-    KV heads fewer than ranks are copied, so each must go to the same number of ranks.
-    """
-    num_query, num_kv = model.decoder.num_heads, model.decoder.num_kv_heads
-    if num_query % tp_size or (num_kv % tp_size and tp_size % num_kv):
-        raise ModelError(f"--tp {tp_size} cannot split {num_kv} KV heads / {num_query} query heads")
+    """Raise ModelError unless the model can be divided among `tp_size` ranks."""
     try:
         check_parallel(model.decoder, tp_size)
     except ModelRefused as error:
-        raise ModelError(f"--model {model.path}: {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def _model_of(path: Path, config: Fields, generation: Fields) -> Model:

@@ -42,12 +42,12 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size", "reason"),
     [
-        (8, 4, 3, "--tp 3 does not divide 8 query heads"),
-        (6, 6, 4, "--tp 4 does not divide 6 query heads"),
-        (6, 3, 2, "--tp 2 neither divides nor is divided by num_key_value_heads 3"),
-        (12, 6, 4, "--tp 4 neither divides nor is divided by num_key_value_heads 6"),
+        (8, 4, 3, "--tp 3 cannot split 4 KV heads / 8 query heads"),
+        (6, 6, 4, "--tp 4 cannot split 6 KV heads / 6 query heads"),
+        (6, 3, 2, "--tp 2 cannot split 3 KV heads / 6 query heads"),
+        (12, 6, 4, "--tp 4 cannot split 6 KV heads / 12 query heads"),
         (8, 3, 1, "num_key_value_heads 3 does not divide num_attention_heads 8"),
-        (16, 16, 64, "--tp 64 does not divide 16 query heads"),
+        (16, 16, 64, "--tp 64 cannot split 16 KV heads / 16 query heads"),
     ],
 )
 def test_sizes_that_do_not_fit_the_heads_are_refused(

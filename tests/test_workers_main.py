@@ -281,5 +281,5 @@ def test_a_model_that_cannot_be_cut_is_a_clear_failure(cpu: Launch) -> None:
     worker = cpu.worker()
     worker.expect(Ready)
     worker.join(0, rank=1, size=3)
-    assert worker.expect(Failed).message == "--tp 3 does not divide 8 query heads"
+    assert worker.expect(Failed).message == "--tp 3 cannot split 4 KV heads / 8 query heads"
     assert worker.process.wait(LIMIT_S) != 0

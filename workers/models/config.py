@@ -97,17 +97,16 @@ def cap_context(config: DecoderConfig, fields: Fields, default: int) -> DecoderC
 
 
 def check_parallel(config: DecoderConfig, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that does not divide this model; before anything is loaded."""
+    """Refuse a tensor-parallel size that does not divide this model; before anything is loaded.
+
+    KV heads fewer than ranks are copied, so each must go to the same number of ranks.
+    """
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
+        raise ModelRefused(f"--tp {tp_size} cannot split {kv_heads} KV heads / {heads} query heads")
     if heads % kv_heads:
         raise ModelRefused(
             f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
-        )
-    if heads % tp_size:
-        raise ModelRefused(f"--tp {tp_size} does not divide {heads} query heads")
-    if kv_heads % tp_size and tp_size % kv_heads:
-        raise ModelRefused(
-            f"--tp {tp_size} neither divides nor is divided by num_key_value_heads {kv_heads}"
         )
     if config.intermediate_size % tp_size:
         raise ModelRefused(
