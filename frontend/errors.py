@@ -56,3 +56,8 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 class StartFailure(Exception):
     """The frontend cannot start; the message is one line a user understands."""
+
+
+def deadline_passed() -> ApiError:
+    """The 504 of a request whose own time-out has passed."""
+    return ApiError(504, "the request's deadline passed", code="deadline_exceeded")

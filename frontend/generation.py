@@ -13,7 +13,7 @@ import msgspec
 
 from nvserve.frontend.detokenizer import Detokenizer, Vocabulary
 from nvserve.frontend.engine import EmitExtras, Engine
-from nvserve.frontend.errors import ApiError
+from nvserve.frontend.errors import ApiError, deadline_passed
 from nvserve.frontend.grammars import Grammar, broken_grammar, named_by_client
 from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
@@ -364,7 +364,7 @@ def _failure_of(finish: FinishReason, grammar: Grammar | None) -> ApiError:
         case FinishReason.GRAMMAR:
             return broken_grammar(grammar)
         case FinishReason.DEADLINE:
-            return ApiError(504, "the request's deadline passed", code="deadline_exceeded")
+            return deadline_passed()
         case FinishReason.ENGINE_FAULT:
             return ApiError(500, "this request crashes the engine", code="engine_fault")
         case _:

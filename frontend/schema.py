@@ -19,9 +19,8 @@ from nvserve.protocol.client_messages import SamplingFields
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_N: Final = 128
-MAX_ARGUMENTS: Final = (
-    1 << 20
-)  # characters of all calls' arguments, which are decoded for templates
+# Characters of all calls' arguments together, which are decoded for chat templates.
+MAX_ARGUMENTS: Final = 1 << 20
 MAX_TURNS: Final = 8192  # messages with the parts and calls in them
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 FORMATS: Final = ("text", "json_object", "json_schema")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from nvserve.frontend.bulk import HELD_RETRY_AFTER_S
-from nvserve.frontend.errors import ApiError
+from nvserve.frontend.errors import ApiError, deadline_passed
 from nvserve.frontend.exchange import ClientGone, Exchange
 
 LIMIT_S: Final = 10.0  # for which one waits for those before it
@@ -23,8 +23,8 @@ class Turns:
     async def one(self, exchange: Exchange) -> AsyncIterator[None]:
         """A turn, behind which whatever else runs gets as much time as it took.
 
-        A 503 for who waits too long, by the request's own time-out too; ClientGone for whose
-        client has hung up meanwhile.
+        A 504 for who waits longer than the request may take, and a 503 for who waits too long in
+        any case; ClientGone for whose client has hung up meanwhile.
         """
         own_s = exchange.timeout_s()
         limit_s = LIMIT_S if own_s is None else min(own_s, LIMIT_S)
@@ -32,7 +32,9 @@ class Turns:
             async with asyncio.timeout(limit_s):
                 await self._lock.acquire()
         except TimeoutError as error:
-            text = f"large bodies of others were decoded for {limit_s:g} s"
+            if own_s is not None and own_s <= LIMIT_S:
+                raise deadline_passed() from error
+            text = f"large bodies of others were decoded for {LIMIT_S:g} s"
             raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
         begun = time.monotonic()
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nvserve.frontend import turns as turns_module
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.exchange import ClientGone
 from nvserve.frontend.turns import Turns
@@ -21,13 +22,25 @@ async def decode(turns: Turns, *, of: Any) -> str:
         return "decoded"
 
 
-def test_who_waits_longer_than_the_request_may_take_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "limit_s", "status", "retry_after_s"),
+    [(0.01, 10.0, 504, None), (None, 0.01, 503, 1.0), (60.0, 0.01, 503, 1.0)],
+)
+def test_who_waits_too_long_is_refused(
+    timeout_s: float | None,
+    limit_s: float,
+    status: int,
+    retry_after_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "LIMIT_S", limit_s)
+
     async def run() -> None:
         turns = Turns()
         async with turns.one(exchange()):
             with pytest.raises(ApiError) as caught:
-                await decode(turns, of=exchange(0.01))
-            assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)
+                await decode(turns, of=exchange(timeout_s))
+            assert (caught.value.status, caught.value.retry_after_s) == (status, retry_after_s)
         assert await decode(turns, of=exchange()) == "decoded"
 
     asyncio.run(run())
