@@ -17,7 +17,8 @@ from process.server import ROOT, environment
 
 from nvserve.scripts import cli
 from nvserve.scripts.exit_codes import ExitCode
-from nvserve.scripts.launch import UsageError, build_config, launch
+from nvserve.scripts.launch import launch
+from nvserve.scripts.launch_config import UsageError, build_config
 from nvserve.scripts.model_facts import DEMO_MODEL
 
 NOT_IN_CONFIG = {"model", "api_key_file", "quiet", "parent_pid"}
@@ -162,6 +163,7 @@ def test_heads_are_split_evenly_or_refused(
     [
         ({"tp_size": 0}, "--tp: expected `int` >= 1"),
         ({"port": 70000}, "--port: expected `int` <= 65535"),
+        ({"port": 5555, "zmq_port": 5555}, "--port and --zmq-port are both 5555"),
         ({"num_spares": 2}, "--spares: expected `int` <= 1"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: expected `float` <= 1.0"),
         ({"hang_timeout_s": 0.0}, "--hang-timeout: expected `float` > 0.0"),
@@ -203,6 +205,7 @@ def test_an_open_address_is_served_with_a_key_or_when_told_so() -> None:
 def test_the_zmq_door_is_closed_unless_asked_for() -> None:
     assert config_of().zmq_endpoint == ""
     assert config_of(zmq_port=5555).zmq_endpoint == "tcp://127.0.0.1:5555"
+    assert config_of(port=0, zmq_port=0).zmq_endpoint == "tcp://127.0.0.1:*"  # any two
 
 
 def break_model(folder: Path, how: str) -> None:

@@ -24,7 +24,7 @@ from nvserve.scripts.control_socket import Reply
 from nvserve.scripts.embedded import LaunchFailed
 from nvserve.scripts.finite_float import FINITE
 from nvserve.scripts.interrupts import raised_once
-from nvserve.scripts.launch import UsageError, build_config
+from nvserve.scripts.launch_config import UsageError, build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
 from nvserve.scripts.running import find_server, order
