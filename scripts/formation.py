@@ -7,7 +7,6 @@ Pure, like the policy above it in recovery.py, which decides when an epoch must 
 """
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,15 +64,8 @@ class Formation:
         self._since = now
         self._join(now)
 
-    def renew(
-        self,
-        now: float,
-        victims: Iterable[Member] = (),
-        at_least: Rung = Rung.REPLACE,
-        *,
-        wants_stacks: bool = True,
-    ) -> Rung:
-        """End the epoch: fence the victims and what the ladder adds, then form the next one.
+    def renew(self, now: float, at_least: Rung = Rung.REPLACE) -> Rung:
+        """End the epoch: fence what the ladder says, then form the next one without the fenced.
 
         Begins the recovery in progress again when there is one. GIVE_UP changes nothing.
         """
@@ -82,7 +74,6 @@ class Formation:
         rung = self.ladder.fall(at_least)
         if rung is Rung.GIVE_UP:
             return rung
-        self._house.fence(victims, now, wants_stacks=wants_stacks)
         if rung >= Rung.WORKERS:
             self._house.fence(self._house.ranked(), now)
         core = self._house.find(Role.CORE)

@@ -2,11 +2,10 @@
 
 Rule: suspect -> SIGKILL and wait -> new epoch -> rebuild -> replay. Pure: events and a time come in
 (start, died, received, tick, interrupt), a list of actions goes out. Spawns, kills, reads and
-prints nothing; supervisor.py does that. The epoch itself is formed by formation.py; a frontend
-belongs to no epoch and is replaced beside it.
+prints nothing; supervisor.py does that. Here losses are found; what they lead to is in repair.py,
+and the epoch itself is formed by formation.py.
 """
 
-from collections.abc import Iterable
 from typing import Final
 
 from nvserve.protocol.control import (
@@ -26,15 +25,14 @@ from nvserve.protocol.control import (
 from nvserve.scripts.actions import Action, Member
 from nvserve.scripts.announcements import Announcements
 from nvserve.scripts.broken_epoch import BrokenEpoch
-from nvserve.scripts.death_count import DeathCount
 from nvserve.scripts.ending import Ending, Step
-from nvserve.scripts.exit_codes import LOST, ExitCode
+from nvserve.scripts.exit_codes import ExitCode
 from nvserve.scripts.formation import Formation, Stage, names
 from nvserve.scripts.hangs import ChildId, Observation, find_silent
 from nvserve.scripts.household import Household
-from nvserve.scripts.ladder import Rung
 from nvserve.scripts.limits import Limits
 from nvserve.scripts.planned import PlannedRestarts
+from nvserve.scripts.repair import Repair
 from nvserve.scripts.spare import SpareKeeper
 from nvserve.scripts.stalls import StallWatch
 from nvserve.scripts.suspicion import Suspicion, suspect_silent
@@ -50,8 +48,6 @@ class Recovery:
 
     def __init__(self, limits: Limits) -> None:
         self.limits: Final = limits
-        self.reason = "starting"  # of the present state
-        self.was_ready = False
         self._house: Final = Household(limits.tp_size)
         self.formation: Final = Formation(
             self._house,
@@ -59,20 +55,36 @@ class Recovery:
             num_kv_blocks=limits.num_kv_blocks,
             answer_limit_s=max(MIN_ANSWER_S, ANSWER_SHARE * limits.hang_timeout_s),
         )
-        self._deaths: Final = DeathCount(limits.max_restarts, limits.restart_window_s)
         self._announcements: Final = Announcements(self._house)
-        self._watch_since = 0.0  # silence before does not count
         self._broken: Final = BrokenEpoch()
         self._spare: Final = SpareKeeper(self._house, limits.num_spares)
         self._stalls: Final = StallWatch()
         self._ending: Final = Ending(self._house)
         self.planned: Final = PlannedRestarts(self._house, limits.shutdown_timeout_s)
+        self._repair: Final = Repair(
+            limits,
+            self._house,
+            formation=self.formation,
+            broken=self._broken,
+            announcements=self._announcements,
+            ending=self._ending,
+        )
 
     # -- read by the supervisor ------------------------------------------------------------------
 
     @property
     def members(self) -> dict[ChildId, Member]:
         return self._house.members
+
+    @property
+    def was_ready(self) -> bool:
+        """The server has been ready once."""
+        return self._repair.was_ready
+
+    @property
+    def reason(self) -> str:
+        """Why the server is in its present state; empty while it is ready."""
+        return self._repair.reason
 
     @property
     def is_broken(self) -> bool:
@@ -121,16 +133,16 @@ class Recovery:
         `is_crash`: nobody outside did it, so that requests may be the cause.
         """
         member = self.members.pop(child)
-        self._deaths.forget(child)
+        self._repair.deaths.forget(child)
         if self._ending.is_final:
             self._ending.bury(member, now)
         elif member.is_spare:
             self._house.note(f"the spare {cause}", accident=member)
             self._spare.note_death(now)
         elif not member.is_fenced:
-            self._lose(member, now, f"{member.name} {cause}", is_crash=is_crash)
+            self._repair.lose(member, now, f"{member.name} {cause}", is_crash=is_crash)
         elif member.child.role is Role.FRONTEND:
-            self._replace_frontend(now)
+            self._repair.replace_frontend(now)
         else:
             self.formation.bury(now)
         return self._conclude(now)
@@ -157,12 +169,12 @@ class Recovery:
             case EpochReady():
                 complaint = self.formation.join(member, message, now)
                 if complaint is not None:
-                    self._suspect(now, Suspicion([member], complaint))
+                    self._repair.suspect(now, Suspicion([member], complaint))
             case EpochBroken():
                 if self.formation.is_going_on(message.epoch):
                     self._broken.note(member, message, now)
             case Searching(num_suspects):
-                self._deaths.note_search(child, num_suspects)
+                self._repair.deaths.note_search(child, num_suspects)
             case Held():
                 self._restart_quiet(Role.CORE, now)
             case Failed(text):
@@ -183,7 +195,8 @@ class Recovery:
             member = self.members[seen.child]
             if seen.page is not None:
                 member.answered_epoch = max(member.answered_epoch, seen.page.epoch)
-        self._find_hangs(now, observations, max(awake_since, self._watch_since))
+        # Who waited for the dead one was silent as well.
+        self._find_hangs(now, observations, max(awake_since, self._repair.epoch_ended_s))
         self._find_stall(now, observations, awake_since)
         self._settle(now, observations)
         self._apply_limits(now)
@@ -216,60 +229,21 @@ class Recovery:
         number = self.planned.begin(member, now)
         return number, self._conclude(now)
 
-    # -- deaths, hangs and broken epochs ---------------------------------------------------------
-
-    def _lose(self, member: Member, now: float, text: str, *, is_crash: bool) -> None:
-        """An unplanned death."""
-        self._house.note(text, accident=member)
-        if not self._count(member.child.role, now, text, is_crash=is_crash):
-            return
-        self._blame(member, is_crash=is_crash)
-        if member.child.role is Role.FRONTEND:
-            self._replace_frontend(now)
-        else:
-            self._renew(now, text)
-
-    def _suspect(self, now: float, suspicion: Suspicion) -> None:
-        """Fence the members, then as after a death."""
-        text, is_crash = suspicion.text, suspicion.is_crash
-        for member in suspicion.members:
-            self._house.note(text, accident=member)
-            if not self._count(member.child.role, now, text, is_crash=is_crash):
-                return
-            self._blame(member, is_crash=is_crash)
-        frontends = [one for one in suspicion.members if one.child.role is Role.FRONTEND]
-        self._house.fence(frontends, now, wants_stacks=True)  # replaced when it is gone
-        others = [member for member in suspicion.members if member not in frontends]
-        if others:
-            self._renew(now, text, others, suspicion.at_least)
-
-    def _blame(self, member: Member, *, is_crash: bool) -> None:
-        """Have the requests suspected of a crash: core's by the frontend, a worker's by core.
-
-        A worker that has not joined the present epoch runs no step of theirs.
-        """
-        if member.child.role is Role.CORE:
-            self._announcements.is_core_blamed |= is_crash
-        elif member.is_worker and member.joined_epoch == self.formation.epoch:
-            self.formation.is_blamed |= is_crash
+    # -- planned restarts, hangs, broken epochs and limits ---------------------------------------
 
     def _restart_quiet(self, role: Role, now: float) -> None:
         """What a planned restart waited for has come."""
-        self._kill_planned(self.planned.take_victim(role), now)
+        self._kill_planned(self.planned.take_victim(role), now, wants_stacks=False)
 
-    def _kill_planned(
-        self, victim: Member | None, now: float, *, wants_stacks: bool = False
-    ) -> None:
+    def _kill_planned(self, member: Member | None, now: float, *, wants_stacks: bool) -> None:
         """Only one that did not become quiet in time has stacks worth a look."""
-        if victim is None:
+        if member is None:
             return
-        if victim.child.role is Role.FRONTEND:
-            self._house.fence([victim], now, wants_stacks=wants_stacks)
-        elif self.formation.stage is Stage.SERVING:
-            text = f"planned restart of {victim.name}"
-            self._renew(now, text, [victim], wants_stacks=wants_stacks)
-        else:  # something else has begun a recovery meanwhile: it includes this one
-            self._renew(now, self.reason, [victim], wants_stacks=wants_stacks)
+        self._house.fence([member], now, wants_stacks=wants_stacks)
+        if member.child.role is Role.FRONTEND:  # replaced when it is gone
+            return
+        is_alone = self.formation.stage is Stage.SERVING  # or a recovery has begun meanwhile
+        self._repair.renew(now, f"planned restart of {member.name}" if is_alone else self.reason)
 
     def _find_stall(self, now: float, observations: list[Observation], awake_since: float) -> None:
         """All live and beat, core has requests, and no step moves: a message was lost."""
@@ -282,54 +256,13 @@ class Recovery:
         if self.formation.stage is not Stage.SERVING:
             return
         text = f"epoch {self.formation.epoch} has not moved for {limit_s:g} s: a message was lost"
-        self._house.note(text)
-        if self._count(Role.WORKER, now, text):
-            self._renew(now, text)
-
-    def _count(self, role: Role, now: float, text: str, *, is_crash: bool = False) -> bool:
-        """Count an unplanned death; False when the launch ends by it."""
-        self.reason = text
-        if not self.was_ready:
-            self._give_up(now, ExitCode.START_FAILED, text)
-            return False
-        if self._deaths.count(now, is_crash=is_crash):
-            return True
-        most, window_s = self.limits.max_restarts, self.limits.restart_window_s
-        text = f"more than {most} unplanned deaths within {window_s:g} s; last: {text}"
-        self._give_up(now, LOST[role], text)
-        return False
-
-    def _renew(
-        self,
-        now: float,
-        text: str,
-        victims: Iterable[Member] = (),
-        at_least: Rung = Rung.REPLACE,
-        *,
-        wants_stacks: bool = True,
-    ) -> None:
-        """End the epoch and form the next one, or give up at the ladder's end."""
-        self._broken.clear()
-        self._watch_since = now  # who waited for the dead one was silent as well
-        self.reason = text
-        if not self.was_ready:
-            self._give_up(now, ExitCode.START_FAILED, text)
-            return
-        rung = self.formation.renew(now, victims, at_least, wants_stacks=wants_stacks)
-        if rung is Rung.GIVE_UP:
-            self._give_up(now, ExitCode.RECOVERY_FAILED, f"no recovery helped; last: {text}")
-
-    def _replace_frontend(self, now: float) -> None:
-        if self._ending.step is Step.DRAINING:  # its streams are gone: nothing is left to drain
-            self._ending.stop(now)
-        else:
-            self._house.start(Role.FRONTEND, now)
+        self._repair.lose_epoch(now, text)
 
     def _fail(self, member: Member, text: str, now: float) -> None:
         """A child says why it cannot start and is about to exit."""
         self._house.note(f"{member.name}: {text}")
         if not self.was_ready:
-            self._give_up(now, ExitCode.START_FAILED, text)
+            self._repair.give_up(now, ExitCode.START_FAILED, text)
 
     def _settle(self, now: float, observations: list[Observation]) -> None:
         """A broken epoch that no death explained."""
@@ -338,12 +271,9 @@ class Recovery:
         report = self._broken.take(now, is_death_at_hand=is_death_at_hand)
         if report is None or self._ending.is_final:
             return
-        message, text = report.message, report.text
-        named = [worker for worker in self._house.ranked() if worker.rank == message.rank]
-        is_crash = bool(message.suspects)  # core blames them by itself
-        self._house.note(text, accident=named[0] if named else None)
-        if self._count(Role.WORKER, now, text, is_crash=is_crash):
-            self._renew(now, text, named)
+        rank, suspects = report.message.rank, report.message.suspects
+        named = next((worker for worker in self._house.ranked() if worker.rank == rank), None)
+        self._repair.lose_epoch(now, report.text, named, is_crash=bool(suspects))
 
     def _find_hangs(self, now: float, observations: list[Observation], awake_since: float) -> None:
         watched = [seen for seen in observations if not self.members[seen.child].is_fenced]
@@ -353,42 +283,37 @@ class Recovery:
         self._house.fence(spares, now)
         for suspicion in suspect_silent(silent, self.members, now):
             if not self._ending.is_final:
-                self._suspect(now, suspicion)
+                self._repair.suspect(now, suspicion)
 
     def _apply_limits(self, now: float) -> None:
         if self._ending.is_final:
             return
         unkillable = self._house.unkillable(now)
         if unkillable:
-            self._give_up(now, ExitCode.UNKILLABLE, f"{names(unkillable)} did not die")
+            self._repair.give_up(now, ExitCode.UNKILLABLE, f"{names(unkillable)} did not die")
             return
         frontend = self._house.find(Role.FRONTEND)
         if frontend is not None and not frontend.is_ready:
             waited_s = now - frontend.started_s
             if waited_s > FRONTEND_START_LIMIT_S:
                 text = f"frontend did not start in {waited_s:.0f} s"
-                self._suspect(now, Suspicion([frontend], text))
+                self._repair.suspect(now, Suspicion([frontend], text))
         late = self.formation.find_late(now)
         if late is None or self._ending.is_final:
             return
         if late.members:
-            self._suspect(now, Suspicion(late.members, late.text))
+            self._repair.suspect(now, Suspicion(late.members, late.text))
             return
         self._house.note(late.text)
-        self._renew(now, late.text, at_least=self.formation.ladder.next_rung())
+        self._repair.renew(now, late.text, at_least=self.formation.ladder.next_rung())
 
-    # -- ending and telling ----------------------------------------------------------------------
-
-    def _give_up(self, now: float, code: ExitCode, text: str) -> None:
-        self.reason = text
-        self._ending.give_up(now, code, text)
+    # -- telling ---------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> list[Action]:
         """The actions of this event, with the new condition for the frontend where it changed."""
         state = self.state
         if state is State.READY:
-            self.was_ready = True
-            self.reason = ""
+            self._repair.note_ready()
             self.planned.note_ready(now)
         self._announcements.publish(
             Condition(
