@@ -6,16 +6,21 @@ Told its rank, the launch directory and the case; prints what came of each all_g
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from nvserve.protocol.progress import ProgressPage, page_path, read_page
 from nvserve.workers.parallel import TensorParallel
 
-LIMIT_S = 2.0  # of a collective
+SILENCE_S = 2.0  # after which a silent peer is lost
+LIMIT_S = 30.0  # of every other wait: a busy machine must not make a silent peer of another one
+POLL_S = 0.005
 NUM_BYTES = 50_000_000
 
 
@@ -28,24 +33,58 @@ def attempt(parallel: TensorParallel, x: torch.Tensor) -> list[str]:
     return []
 
 
-def wait_for(path: Path) -> None:
-    give_up = time.monotonic() + 30.0
-    while not path.exists():
-        assert time.monotonic() < give_up, f"{path} never came"
-        time.sleep(0.005)
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    give_up = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up, f"never came: {what}"
+        time.sleep(POLL_S)
 
 
-def go_wrong(parallel: TensorParallel, case: str, folder: Path) -> None:
+def threads_asleep(pid: int) -> dict[str, str] | None:
+    """How often each thread of the process has switched so far; None unless all of them sleep."""
+    switches = {}
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        text = status.read_text()
+        if "\nState:\tS" not in text:
+            return None
+        switches[status.parent.name] = text[text.index("\nvoluntary_ctxt_switches") :]
+    return switches
+
+
+def waits_inside(folder: Path, pid: int) -> bool:
+    """Rank 0 has entered its second collective, has done what it can there, and waits.
+
+    Two looks in which nothing has run between them: gloo's threads hand work to each other.
+    """
+    page = read_page(page_path(str(folder), "worker", 0))
+    if page is None or page.collectives_entered != 2:
+        return False
+    before = threads_asleep(pid)
+    return before is not None and threads_asleep(pid) == before
+
+
+def wait_for_death(pid: int) -> None:
+    """Until the process and its sockets are gone; its parent need not have reaped it."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert poller.poll(LIMIT_S * 1000), "the peer lives on"
+    os.close(pidfd)
+
+
+def go_wrong(parallel: TensorParallel, case: str, folder: Path, peer: int) -> None:
     """What rank 1 does, before or while rank 0 is in a collective."""
     if case == "killed before":
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for(folder / "inside")
-    time.sleep(0.1)  # in which it has entered
+    wait_until(lambda: waits_inside(folder, peer), "rank 0 in a collective")
     if case == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif case == "leaves":
         parallel.leave()
-    wait_for(folder / "done")  # this process lives on
+    wait_until((folder / "done").exists, "the end")  # this process lives on
 
 
 def starve(num_bytes: int) -> None:
@@ -55,8 +94,12 @@ def starve(num_bytes: int) -> None:
 
 
 def run(rank: int, folder: Path, case: str) -> list[list[str]]:
-    parallel = TensorParallel(rank, 2, limit_s=LIMIT_S)
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    page = ProgressPage(page_path(str(folder), "worker", rank))
+    limit_s = SILENCE_S if case == "silent" else LIMIT_S
+    parallel = TensorParallel(rank, 2, page, limit_s)
     parallel.join(str(folder), 0, torch.device("cpu"), time.sleep)
+    peer = int((folder / f"pid{1 - rank}").read_text())
     assert attempt(parallel, torch.ones(3)) == []
     if case == "no memory":
         x = torch.empty(NUM_BYTES, dtype=torch.uint8)
@@ -66,11 +109,10 @@ def run(rank: int, folder: Path, case: str) -> list[list[str]]:
         parallel.leave()
         return results
     if rank == 1:
-        go_wrong(parallel, case, folder)
+        go_wrong(parallel, case, folder, peer)
         return []
     if case == "killed before":
-        time.sleep(0.3)
-    (folder / "inside").touch()
+        wait_for_death(peer)
     results = [attempt(parallel, torch.ones(3)) for _ in range(2)]
     (folder / "done").touch()
     return results
