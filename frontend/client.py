@@ -95,9 +95,9 @@ class Client:
         """The request's output as it comes. Leaving the loop early aborts the request."""
         deadline = time.monotonic() + limit_s
         try:
-            while request.pieces or not request.is_over:
-                while request.pieces:
-                    yield request.pieces.popleft()
+            while request.has_piece or not request.is_over:
+                while request.has_piece:
+                    yield request.take_piece()
                 if not request.is_over:
                     self._pump(deadline)
             if request.error is not None:
@@ -269,9 +269,9 @@ class AsyncClient:
         news = self._news[request.submit.id]
         try:
             async with asyncio.timeout(limit_s):
-                while request.pieces or not request.is_over:
-                    while request.pieces:
-                        yield request.pieces.popleft()
+                while request.has_piece or not request.is_over:
+                    while request.has_piece:
+                        yield request.take_piece()
                     if request.is_over:
                         continue
                     if self._failure is not None:

@@ -5,7 +5,6 @@ that make every open request go on where it stands. Knows no socket and no clock
 """
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,7 +22,6 @@ from nvserve.protocol.client_messages import (
     TokenLogprob,
     Welcome,
 )
-from nvserve.protocol.messages import unpack_ids
 
 
 class RequestError(Exception):
@@ -63,22 +61,48 @@ class Result(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One open request. `output` holds every id received, so it can be submitted again."""
+    """One open request. `output` holds every id received, so it can be submitted again.
+
+    Pieces are made as they are taken. Those of other requests wait meanwhile, and an object for
+    each would make garbage collections of the caller's process so long that streams pause.
+    """
 
     submit: Submit
+    output: "array[int]"
     seed: int | None = None
-    output: "array[int]" = field(default_factory=lambda: array("i"))
-    texts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # one for each piece
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    pieces: deque[Piece] = field(default_factory=deque)  # not taken by the caller yet
+    # Lengths of output, logprobs and prompt_logprobs: at the start, and with each piece.
+    lengths: "array[int]" = field(init=False)
+    num_taken: int = 0  # pieces that the caller has
     num_submits: int = 1
     finished: Finished | None = None
     error: RequestError | None = None
 
+    def __post_init__(self) -> None:
+        self.lengths = array("i", (len(self.output), 0, 0))
+
     @property
     def is_over(self) -> bool:
         return self.finished is not None or self.error is not None
+
+    @property
+    def has_piece(self) -> bool:
+        """Has something come that the caller has not taken?"""
+        return self.num_taken < len(self.texts)
+
+    def take_piece(self) -> Piece:
+        """The oldest piece that was not taken yet; there is one while `has_piece`."""
+        number = self.num_taken
+        self.num_taken += 1
+        first, logprob, score, *ends = self.lengths[3 * number : 3 * number + 6]
+        return Piece(
+            self.texts[number],
+            self.output[first : ends[0]].tolist(),
+            None if self.submit.params.logprobs is None else self.logprobs[logprob : ends[1]],
+            self.prompt_logprobs[score : ends[2]] or None,
+        )
 
     def result(self) -> Result:
         """All of it; raises RequestError when it failed."""
@@ -118,7 +142,7 @@ class Session:
             params=params,
             emitted=emitted.tobytes(),
         )
-        request = Request(submit, seed=params.seed, output=emitted[:])
+        request = Request(submit, emitted[:], seed=params.seed)
         self.requests[submit.id] = request
         return request
 
@@ -164,16 +188,15 @@ class Session:
 
 
 def _take_emit(request: Request, emit: Emit) -> None:
-    tokens = unpack_ids(emit.tokens)
-    assert emit.first == len(request.output), f"{emit.first} follows {len(request.output)} tokens"
-    request.output.extend(tokens)
+    output, logprobs, scores = request.output, request.logprobs, request.prompt_logprobs
+    assert emit.first == len(output), f"{emit.first} follows {len(output)} tokens"
+    output.frombytes(emit.tokens)
     request.texts.append(emit.text)
-    request.logprobs.extend(emit.logprobs or ())
+    logprobs += emit.logprobs or ()
     # A server that starts the request anew sends its scores from the beginning.
-    num_known = len(request.prompt_logprobs) + 1 - emit.prompt_first
-    scores = (emit.prompt_logprobs or [])[max(0, num_known) :]
-    request.prompt_logprobs += scores
-    request.pieces.append(Piece(emit.text, tokens, emit.logprobs, scores or None))
+    num_known = len(scores) + 1 - emit.prompt_first
+    scores += (emit.prompt_logprobs or [])[max(0, num_known) :]
+    request.lengths.extend((len(output), len(logprobs), len(scores)))
 
 
 def _continued(request: Request) -> Submit:

@@ -1,0 +1,81 @@
+"""The clients' session: what messages make of a request, and in how few objects it is kept."""
+
+import gc
+from array import array
+from types import ModuleType
+from typing import Any
+
+from nvserve.frontend.client_session import Piece, Request, Session
+from nvserve.frontend.client_submit import open_request
+from nvserve.protocol.client_messages import Emit, TokenLogprob
+from nvserve.protocol.messages import pack_ids
+
+
+def take(session: Session, request: Request, ids: list[int], **fields: Any) -> None:
+    """Have the server send these ids."""
+    emit = Emit(id=request.submit.id, first=len(request.output), tokens=pack_ids(ids), **fields)
+    assert session.take(emit) is request
+
+
+def taken(request: Request) -> list[Piece]:
+    pieces = []
+    while request.has_piece:
+        pieces.append(request.take_piece())
+    return pieces
+
+
+def scored(token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-0.5)
+
+
+def num_tracked(root: object) -> int:
+    """Objects below `root` that every full garbage collection has to look at."""
+    seen, found = {id(root)}, [root]
+    for one in found:
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, type | ModuleType):
+                seen.add(id(other))
+                found.append(other)
+    return sum(map(gc.is_tracked, found))
+
+
+def test_pieces_taken_late_are_as_they_came() -> None:
+    session = Session()
+    request, _ = open_request(session, [5], (), {})
+    take(session, request, [1], text="a")
+    take(session, request, [2, 3], text="bc")
+    assert taken(request) == [Piece("a", [1]), Piece("bc", [2, 3])]
+    take(session, request, [], text="d")
+    assert taken(request) == [Piece("d", [])]
+    assert (request.output, request.texts) == (array("i", [1, 2, 3]), ["a", "bc", "d"])
+
+
+def test_a_piece_holds_the_scores_of_its_own_tokens() -> None:
+    session = Session()
+    request, _ = open_request(session, [5, 6, 7], [8, 9], {"logprobs": 0, "prompt_logprobs": 0})
+    take(session, request, [], prompt_first=1, prompt_logprobs=[scored(6)], logprobs=[])
+    take(session, request, [1], prompt_first=2, prompt_logprobs=[scored(7)], logprobs=[scored(1)])
+    take(session, request, [2, 3], text="x", logprobs=[scored(2), scored(3)])
+    assert taken(request) == [
+        Piece("", [], [], [scored(6)]),
+        Piece("", [1], [scored(1)], [scored(7)]),
+        Piece("x", [2, 3], [scored(2), scored(3)]),
+    ]
+
+
+def test_scores_that_come_again_are_in_no_piece() -> None:
+    session = Session()
+    request, _ = open_request(session, [5, 6, 7], (), {"prompt_logprobs": 0})
+    take(session, request, [], prompt_first=1, prompt_logprobs=[scored(6)])
+    take(session, request, [1], prompt_first=1, prompt_logprobs=[scored(6), scored(7)])
+    assert taken(request) == [Piece("", [], None, [scored(6)]), Piece("", [1], None, [scored(7)])]
+
+
+def test_what_waits_for_its_reader_gives_a_collection_nothing_to_look_at() -> None:
+    session = Session()
+    request, _ = open_request(session, [5], (), {})
+    take(session, request, [1], text="first")
+    num_before = num_tracked(request)
+    for number in range(1000):
+        take(session, request, [number], text=f"text {number}")
+    assert num_tracked(request) == num_before
