@@ -58,6 +58,21 @@ class StartFailure(Exception):
     """The frontend cannot start; the message is one line a user understands."""
 
 
+def raise_again(error: ApiError | None) -> None:
+    """Raise another one like it, if there is one.
+
+    A raised error holds the frames that it passed, and with them whatever holds the error itself.
+    """
+    if error is not None:
+        raise ApiError(
+            error.status,
+            error.message,
+            param=error.param,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+        )
+
+
 def deadline_passed() -> ApiError:
     """The 504 of a request whose own time-out has passed."""
     return ApiError(504, "the request's deadline passed", code="deadline_exceeded")

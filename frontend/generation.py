@@ -13,7 +13,7 @@ import msgspec
 
 from nvserve.frontend.detokenizer import Detokenizer, Vocabulary
 from nvserve.frontend.engine import EmitExtras, Engine
-from nvserve.frontend.errors import ApiError, deadline_passed
+from nvserve.frontend.errors import ApiError, deadline_passed, raise_again
 from nvserve.frontend.grammars import Grammar, broken_grammar, named_by_client
 from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
@@ -68,11 +68,15 @@ class Choice:
 
     __slots__ = (
         "_ends",
+        "_eos_ids",
         "_generation",
         "_is_begun",
         "_min_tokens",
+        "_needs_logprobs",
+        "_plan",
         "_stop",
         "_tokens_out",
+        "_vocabulary",
         "cached",
         "detokenizer",
         "entry",
@@ -87,12 +91,16 @@ class Choice:
         self, generation: "Generation", index: int, prompt: list[int], sampling: SamplingParams
     ) -> None:
         rules = generation.plan.rules
-        self._generation = generation
+        self._generation: Generation | None = generation  # until it is over
+        self._plan: Final = generation.plan
+        self._vocabulary: Final = generation.vocabulary
+        self._eos_ids: Final = generation.eos_ids
+        self._needs_logprobs: Final = generation.needs_logprobs
         self._stop = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
         self._ends: frozenset[int] = (
             frozenset()
             if rules.include_stop
-            else frozenset(sampling.stop_token_ids) | generation.eos_ids
+            else frozenset(sampling.stop_token_ids) | self._eos_ids
         )
         self._min_tokens: Final = sampling.min_tokens
         self._tokens_out = 0
@@ -108,7 +116,7 @@ class Choice:
 
     def new_detokenizer(self) -> Detokenizer:
         """One that stands where the output begins."""
-        plan, vocabulary = self._generation.plan, self._generation.vocabulary
+        plan, vocabulary = self._plan, self._vocabulary
         prompt = plan.prompts[self.index // plan.num_choices]
         return vocabulary.detokenizer(
             prompt,
@@ -129,33 +137,41 @@ class Choice:
     @property
     def _no_logprobs(self) -> list[TokenLogprob] | None:
         """What a delta without tokens carries."""
-        return [] if self._generation.needs_logprobs else None
+        return [] if self._needs_logprobs else None
+
+    def let_go(self) -> None:
+        """Its generation is over; no call of the engine's reaches it any more."""
+        self._generation = None
 
     # -- the engine's calls ----------------------------------------------------------------------
 
     def on_accepted(self) -> None:
-        self._generation.note_accepted()
+        if self._generation is not None:
+            self._generation.note_accepted()
 
     def on_refused(self, error: ApiError) -> None:
-        self._generation.fail(named_by_client(error, self._generation.plan.grammar))
+        self._fail(named_by_client(error, self._plan.grammar))
 
     def on_failure(self, error: Exception) -> None:
-        self._generation.fail(ApiError(500, "the server failed on this request"))
+        self._fail(ApiError(500, "the server failed on this request"))
 
     def on_tokens(
         self, tokens: Sequence[int], finish: FinishReason, cached: int, emit: EmitExtras | None
     ) -> None:
+        generation = self._generation
+        if generation is None:
+            return
         if finish > FinishReason.LENGTH:
-            self._generation.fail(_failure_of(finish, self._generation.plan.grammar))
+            generation.fail(_failure_of(finish, self._plan.grammar))
             return
         if not self._is_begun:  # a core that replays has another cache
             self._is_begun, self.cached = True, cached
         scores = None
         if emit is not None and emit.prompt_logprobs is not None and self.scores is not None:
             scores = self.scores.take(emit.prompt_logprobs)
-        if self._generation.plan.is_score_only:
+        if self._plan.is_score_only:
             reason = "length" if finish else None
-            self._generation.put_out(self, Delta("", [], self._no_logprobs, reason, scores))
+            generation.put_out(self, Delta("", [], self._no_logprobs, reason, scores))
             return
         text, num_used, is_stopped = self.advance(tokens, finish)
         if num_used < len(tokens):
@@ -169,10 +185,10 @@ class Choice:
         if is_stopped:
             delta.finish_reason = "stop"
             if not finish and self.entry is not None:
-                self._generation.engine.finish(self.entry)
+                generation.engine.finish(self.entry)
         elif finish:
             delta.finish_reason = FINISH_NAMES[finish]
-        self._generation.put_out(self, delta)
+        generation.put_out(self, delta)
 
     def resume(self, emitted: Sequence[int], sampling: SamplingParams) -> str | None:
         """Take ids whose text is out already; the finish reason when nothing is left to do."""
@@ -180,7 +196,7 @@ class Choice:
             return "stop"
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            ends |= self._generation.eos_ids
+            ends |= self._eos_ids
         if len(emitted) > sampling.min_tokens and emitted[-1] in ends:
             return "stop"
         return "length" if len(emitted) >= sampling.max_tokens else None
@@ -196,6 +212,10 @@ class Choice:
             text = feed(visible[0]) if len(visible) == 1 else "".join(map(feed, visible))
             return (text + self.detokenizer.flush() if finish else text), len(tokens), False
         return self._advance_to_stop(tokens, len(visible), finish)
+
+    def _fail(self, error: ApiError) -> None:
+        if self._generation is not None:
+            self._generation.fail(error)
 
     def _advance_to_stop(
         self, tokens: Sequence[int], num_visible: int, finish: FinishReason
@@ -251,8 +271,9 @@ class Generation:
         self._num_unaccepted = len(self.choices)
         self._num_unfinished = len(self.choices)
         loop = asyncio.get_running_loop()
-        self._accepted: asyncio.Future[None] = loop.create_future()
-        self._done: asyncio.Future[None] = loop.create_future()
+        # Why there is none, or None.
+        self._accepted: asyncio.Future[ApiError | None] = loop.create_future()
+        self._done: asyncio.Future[ApiError | None] = loop.create_future()
 
     @property
     def is_over(self) -> bool:
@@ -274,14 +295,20 @@ class Generation:
 
     async def accepted(self) -> None:
         """Wait until core has taken every choice, or raise why not."""
-        await self._wait(self._accepted, ACCEPT_LIMIT_S)
+        try:
+            async with asyncio.timeout(ACCEPT_LIMIT_S):
+                raise_again(await asyncio.shield(self._accepted))
+        except TimeoutError:
+            text = f"no answer from the engine within {ACCEPT_LIMIT_S:g} s"
+            self.fail(ApiError(503, text))
+            raise ApiError(503, text) from None
 
     async def done(self) -> None:
         """Wait for the last delta, or raise why there is none.
 
         Without a limit of its own: core's deadline and the launcher's watch end it.
         """
-        await self._done
+        raise_again(await self._done)
 
     def abort(self, error: ApiError | None = None) -> None:
         """End every choice now; who waits gets the error, by default that the client left."""
@@ -307,6 +334,7 @@ class Generation:
         if self._num_unfinished == 0 and not self._done.done():
             self.metrics.note_finish(self)
             self._done.set_result(None)
+            self._let_go()
 
     def fail(self, error: ApiError) -> None:
         """One choice cannot go on, so none shall; who waits gets the error."""
@@ -315,8 +343,17 @@ class Generation:
         self._abort_all()
         for future in (self._accepted, self._done):
             if not future.done():
-                future.set_exception(error)
-                future.exception()  # it may be that nobody waits for this one
+                future.set_result(error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing is put out any more: end the cycles with the choices and the sink.
+
+        All goes with its last user then, and no collection, a pause of every stream, is due for it.
+        """
+        self._sink = None
+        for choice in self.choices:
+            choice.let_go()
 
     def _start_choice(self, choice: Choice, emitted: Sequence[int]) -> None:
         plan = self.plan
@@ -348,15 +385,6 @@ class Generation:
         if self.plan.seed is None:
             return self.engine.draw_seed()
         return derive_seed(self.plan.seed, index)
-
-    async def _wait(self, future: "asyncio.Future[None]", limit_s: float) -> None:
-        try:
-            async with asyncio.timeout(limit_s):
-                await asyncio.shield(future)
-        except TimeoutError:
-            error = ApiError(503, f"no answer from the engine within {limit_s:g} s")
-            self.fail(error)
-            raise error from None
 
 
 def _failure_of(finish: FinishReason, grammar: Grammar | None) -> ApiError:

@@ -1,7 +1,10 @@
 """Choices turn ids into text over an engine that only records."""
 
 import asyncio
+import contextlib
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -268,3 +271,44 @@ def test_a_queue_that_fills_up_midway_leaves_nothing_behind() -> None:
         assert len(engine.entries) == 2
 
     run(test, num_choices=3, max_requests=2)
+
+
+def finish(choice: Choice) -> None:
+    choice.on_accepted()
+    choice.on_tokens([300], LENGTH, 0, None)
+
+
+def refuse(choice: Choice) -> None:
+    choice.on_refused(ApiError(429, "busy"))
+
+
+@pytest.mark.parametrize("end", [finish, refuse, None], ids=["finished", "refused", "aborted"])
+def test_what_is_over_goes_without_a_garbage_collection(
+    end: Callable[[Choice], None] | None,
+) -> None:
+    last: list[weakref.ref[Generation]] = []
+
+    async def test(_: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        last.append(weakref.ref(generation))
+
+        def sink(_: Choice, delta: Delta) -> None:
+            if generation.is_resumable:  # it holds its generation, as a stream's does
+                deltas.append(delta)
+
+        generation.start(sink)
+        (choice,) = generation.choices
+        if end is None:
+            generation.abort()
+        else:
+            end(choice)
+        for wait in (generation.accepted, generation.done):
+            with contextlib.suppress(ApiError):
+                await wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test)
+        assert last[0]() is None
+    finally:
+        gc.enable()
