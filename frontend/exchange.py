@@ -36,7 +36,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """The connection ended before the request was read."""
+    """The connection ended before there was anything to answer."""
 
 
 class EventStream:
@@ -129,6 +129,11 @@ class Exchange:
         is_right = hmac.compare_digest(given.strip(), api_key.encode())
         if not (is_right and scheme.lower() == b"bearer"):
             raise ApiError(401, "a valid API key is required", code="invalid_api_key")
+
+    def check_client(self) -> None:
+        """ClientGone when it has hung up."""
+        if self.transport.is_closing():
+            raise ClientGone
 
     async def read_json(self, on_growth: Callable[[int], None]) -> bytes:
         """The body, within the limits of size and time; 415 when it does not claim to be JSON.

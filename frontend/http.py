@@ -7,7 +7,7 @@ whole document or a stream. The status line of a generation waits for core's ans
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,6 +21,7 @@ from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
 from nvserve.frontend.generation import Choice, Delta, Generation, Plan
+from nvserve.frontend.id_texts import texts_of
 from nvserve.frontend.params import check_ids
 from nvserve.frontend.responses import (
     DONE,
@@ -155,6 +156,17 @@ class _Api:
                     self._service.check_open()
                     return parse(body_type, raw, max_ids)
 
+    async def _texts_of(
+        self, sequences: Sequence[Sequence[int]], exchange: Exchange, *, skip_special: bool = True
+    ) -> list[str]:
+        return await texts_of(
+            sequences,
+            self._tokenizer.vocabulary,
+            skip_special=skip_special,
+            turns=self._turns,
+            exchange=exchange,
+        )
+
     # -- generation ------------------------------------------------------------------------------
 
     async def completions(self, exchange: Exchange) -> None:
@@ -164,9 +176,9 @@ class _Api:
         body = await self._body(CompletionBody, exchange)
         self._service.check_model(body.model)
         plan = msgspec.structs.replace(
-            await self._service.plan_completion(body), timeout_s=timeout_s
+            await self._service.plan_completion(body, exchange.check_client), timeout_s=timeout_s
         )
-        echoed = self._echoed(body, plan) if body.echo else []
+        echoed = await self._echoed(body, plan, exchange) if body.echo else []
         await self._generate(exchange, body, plan, is_chat=False, echoed=echoed)
 
     async def chat(self, exchange: Exchange) -> None:
@@ -178,16 +190,12 @@ class _Api:
         plan = msgspec.structs.replace(await self._service.plan_chat(body), timeout_s=timeout_s)
         await self._generate(exchange, body, plan, is_chat=True, echoed=[])
 
-    def _echoed(self, body: CompletionBody, plan: Plan) -> list[str]:
+    async def _echoed(self, body: CompletionBody, plan: Plan, exchange: Exchange) -> list[str]:
         """Each choice's prompt as text."""
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        decode = self._tokenizer.vocabulary.decode
-        texts = [
-            text if isinstance(text, str) else decode(ids)
-            for text, ids in zip(
-                given if isinstance(given[0], str) else plan.prompts, plan.prompts, strict=True
-            )
-        ]
+        texts = [text for text in given if isinstance(text, str)]
+        if not texts:
+            texts = await self._texts_of(plan.prompts, exchange)
         return [text for text in texts for _ in range(plan.num_choices)]
 
     async def _generate(
@@ -339,7 +347,7 @@ class _Api:
         if num_tokens > most:
             raise invalid("tokens", f"holds {num_tokens} ids, at most {most} are allowed")
         check_ids(body.tokens, self._service.limits, "tokens")
-        text = self._tokenizer.vocabulary.decode(body.tokens, skip_special=False)
+        (text,) = await self._texts_of([body.tokens], exchange, skip_special=False)
         await exchange.respond(_encode({"prompt": text}))
 
     # -- the server itself -----------------------------------------------------------------------

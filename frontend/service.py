@@ -5,7 +5,7 @@ connection.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -135,8 +135,8 @@ class Service:
 
     # -- bodies to plans -------------------------------------------------------------------------
 
-    async def plan_completion(self, body: CompletionBody) -> Plan:
-        """What /v1/completions asks for."""
+    async def plan_completion(self, body: CompletionBody, check_client: Callable[[], None]) -> Plan:
+        """What /v1/completions asks for; `check_client` raises once the client is gone."""
         check_completion(body)
         prompts = split_prompts(body.prompt)
         num_choices = body.n or 1
@@ -144,7 +144,7 @@ class Service:
             raise invalid("n", f"prompts x n is more than {MAX_PROMPTS}")
         return self._plan(
             body,
-            await self._encoded(prompts),
+            await self._encoded(prompts, check_client),
             default=COMPLETION_TOKENS,
             num_choices=num_choices,
             logprobs=body.logprobs,
@@ -198,7 +198,7 @@ class Service:
         if not prompt:
             raise invalid("prompt", "must not be empty")
         if isinstance(prompt, str):
-            prompts = await self._encoded([prompt])
+            prompts = await self.tokenizer.encode([prompt], param="prompt")
         else:
             prompts = [prompt]
         return self._plan(
@@ -210,12 +210,15 @@ class Service:
             prompt_logprobs=prompt_logprobs,
         )
 
-    async def _encoded(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+    async def _encoded(
+        self, prompts: list[str] | list[list[int]], check_client: Callable[[], None]
+    ) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in prompts if isinstance(prompt, list)]
         found: list[list[int]] = []
         for group in _grouped(texts):  # with others' texts between them, and none behind a bad one
+            check_client()
             encoded = await self.tokenizer.encode(group, param="prompt")
             for ids in encoded:
                 check_prompt_size(len(ids), self.limits)

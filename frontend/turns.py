@@ -8,7 +8,7 @@ from typing import Final
 
 from nvserve.frontend.bulk import HELD_RETRY_AFTER_S
 from nvserve.frontend.errors import ApiError, deadline_passed
-from nvserve.frontend.exchange import ClientGone, Exchange
+from nvserve.frontend.exchange import Exchange
 
 LIMIT_S: Final = 10.0  # for which one waits for those before it
 
@@ -38,8 +38,7 @@ class Turns:
             raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
         begun = time.monotonic()
         try:
-            if exchange.transport.is_closing():
-                raise ClientGone
+            exchange.check_client()
             yield
         finally:
             try:

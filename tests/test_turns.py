@@ -13,8 +13,11 @@ from nvserve.frontend.turns import Turns
 
 
 def exchange(timeout_s: float | None = None, *, is_gone: bool = False) -> Any:
-    transport = SimpleNamespace(is_closing=lambda: is_gone)
-    return SimpleNamespace(timeout_s=lambda: timeout_s, transport=transport)
+    def check_client() -> None:
+        if is_gone:
+            raise ClientGone
+
+    return SimpleNamespace(timeout_s=lambda: timeout_s, check_client=check_client)
 
 
 async def decode(turns: Turns, *, of: Any) -> str:

@@ -1,0 +1,151 @@
+"""What one request costs the event loop: long work stops for others, and when its client hangs up.
+
+The HTTP application itself, with the demo model's tokenizer and an engine without a core.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from api.frontend_process import DEMO_MODEL, make_config
+
+from nvserve.frontend import id_texts, service
+from nvserve.frontend.engine import Engine
+from nvserve.frontend.http import application
+from nvserve.frontend.http_server import TRANSPORT
+from nvserve.frontend.service import Service
+from nvserve.frontend.tokenizer import Tokenizer
+
+LIMIT_S = 30.0
+MAX_MODEL_LEN = 1_000_000
+IDS = [72, 101, 300, 33] * 2_500
+
+
+class Client:
+    """One request to the application, and what came of it."""
+
+    def __init__(self, path: str, body: Any) -> None:
+        self.is_gone = False
+        self.answer = b""
+        self._raw = json.dumps(body).encode()
+        self._is_read = False
+        self.scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "headers": [(b"content-type", b"application/json")],
+            "extensions": {
+                TRANSPORT: {"transport": SimpleNamespace(is_closing=lambda: self.is_gone)}
+            },
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        if self._is_read:
+            await asyncio.Event().wait()
+        self._is_read = True
+        return {"type": "http.request", "body": self._raw, "more_body": False}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.answer += message.get("body", b"")
+
+
+class Served:
+    """The application, and how often others got the loop while a request was in it."""
+
+    def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        config = make_config(max_model_len=MAX_MODEL_LEN)
+        engine = Engine(config, life=0, launch_dir=str(folder), context=context)
+        self.tokenizer = Tokenizer(DEMO_MODEL, MAX_MODEL_LEN)
+        self._app = application(Service(config, self.tokenizer, engine), "")
+
+    async def answer(self, client: Client, on_turn: Callable[[int], object] = int) -> int:
+        """Have the request answered; `on_turn` is told how often others have had the loop."""
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+                on_turn(num_turns)
+
+        counting = asyncio.create_task(count())
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await self._app(client.scope, client.receive, client.send)
+        finally:
+            counting.cancel()
+        return num_turns
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    with zmq.Context() as context:
+        served = Served(folder, context)
+        yield served
+        served.tokenizer.close()
+
+
+def run(folder: Path, story: Callable[[Served], Awaitable[None]]) -> None:
+    async def within() -> None:
+        with serving(folder) as served:
+            await story(served)
+
+    asyncio.run(within())
+
+
+@pytest.fixture
+def one_stride_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_texts, "PIECE_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_stride_a_turn")
+def test_others_run_between_pieces_of_a_long_text_of_ids(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        client = Client("/detokenize", {"tokens": IDS})
+        num_turns = await served.answer(client)
+        text = served.tokenizer.vocabulary.decode(IDS, skip_special=False)
+        assert json.loads(client.answer) == {"prompt": text}
+        assert num_turns >= len(IDS) // id_texts.STRIDE_IDS
+
+    run(tmp_path, story)
+
+
+@pytest.mark.usefixtures("one_stride_a_turn")
+def test_an_echo_of_many_ids_is_given_up_when_its_client_has_gone(tmp_path: Path) -> None:
+    """It is never submitted: without a core, it would wait for an answer."""
+
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": [IDS, IDS], "echo": True})
+        await served.answer(client, lambda num: setattr(client, "is_gone", num > 10))
+        assert client.answer == b""
+
+    run(tmp_path, story)
+
+
+def test_prompts_of_a_client_that_has_gone_are_not_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": ["a b c"] * 100})
+        encode, groups = served.tokenizer.encode, []
+
+        async def hang_up(texts: list[str], **options: Any) -> list[list[int]]:
+            groups.append(texts)
+            client.is_gone = len(groups) == 2
+            return await encode(texts, **options)
+
+        monkeypatch.setattr(served.tokenizer, "encode", hang_up)
+        await served.answer(client)
+        assert client.answer == b""
+        assert len(groups) == 2
+
+    monkeypatch.setattr(service, "GROUP_CHARS", 10)
+    run(tmp_path, story)
