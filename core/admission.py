@@ -98,7 +98,8 @@ class Admission:
         ignored: frozenset[int] = frozenset()
         if sampling.ignore_eos and matcher is not None:  # or it would end the grammar all the same
             ignored = self._limits.eos_token_ids.difference(sampling.stop_token_ids)
-        return Constraint(self._limits.vocab_size, words, matcher, ignored)
+        choice = sampling.allowed_token_ids
+        return Constraint(self._limits.vocab_size, words, matcher, ignored, choice)
 
     def _check_ranges(self, submit: Submit, matcher: Matcher | None) -> None:
         try:

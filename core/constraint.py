@@ -31,7 +31,8 @@ class Constraint:
     """A request's matcher, if it has one, and its words of several tokens.
 
     A word counts as said when all its ids stand in a row, those of the prompt included. `ignored`
-    are the ids that would end the text although the grammar could go on.
+    are the ids that would end the text although the grammar could go on. `choice` are the ids that
+    the request allows at all, where those are not all: the worker sees to them.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Constraint:
         words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
         ignored: Collection[int] = (),
+        choice: Collection[int] = (),
     ) -> None:
-        self._everything: Final = ((1 << vocab_size) - 1).to_bytes(
-            4 * -(-vocab_size // 32), "little"
-        )
+        everything = (1 << vocab_size) - 1
+        self._everything: Final = everything.to_bytes(4 * -(-vocab_size // 32), "little")
+        self._choice: Final = sum(1 << token_id for token_id in set(choice)) or everything
         self._words: Final = [array("i", word) for word in words]
         self._ignored: Final = ignored
         self.matcher: Final = matcher
@@ -52,16 +54,16 @@ class Constraint:
         """The mask of the id behind `tokens`; None when every id may follow.
 
         Words, and then what is ignored, give way where they would leave nothing that the grammar
-        allows.
+        and the request's choice allow.
         """
         allowed = None if self.matcher is None else self.matcher.mask()
         last_ids = [
             word[-1] for word in self._words if tokens[-len(word) + 1 :] == word[: len(word) - 1]
         ]
         if last_ids:
-            allowed = _without(allowed or self._everything, last_ids) or allowed
+            allowed = self._without(allowed or self._everything, last_ids) or allowed
         if allowed is not None and self._ignored:
-            allowed = _without(allowed, self._ignored) or allowed
+            allowed = self._without(allowed, self._ignored) or allowed
         return allowed
 
     def advance(self, token_id: int) -> None:
@@ -69,10 +71,9 @@ class Constraint:
         if self.matcher is not None and not self.matcher.is_over:
             self.matcher.advance(token_id)
 
-
-def _without(mask: bytes, token_ids: Collection[int]) -> bytes | None:
-    """The mask with these ids forbidden; None when that leaves none."""
-    bits = bytearray(mask)
-    for token_id in token_ids:
-        bits[token_id >> 3] &= ~(1 << (token_id & 7))
-    return bytes(bits) if any(bits) else None
+    def _without(self, mask: bytes, token_ids: Collection[int]) -> bytes | None:
+        """The mask with these ids forbidden; None when that leaves none of the choice."""
+        bits = bytearray(mask)
+        for token_id in token_ids:
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        return bytes(bits) if int.from_bytes(bits, "little") & self._choice else None

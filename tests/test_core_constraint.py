@@ -68,6 +68,26 @@ def test_a_forbidden_word_makes_way_for_the_end_of_a_grammar() -> None:
     assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {7}
 
 
+def test_words_and_ignored_ends_give_way_where_the_request_allows_nothing_else() -> None:
+    constraint = Constraint(VOCAB, [[1, 5], [1, 6]], choice=[5, 6])
+    assert constraint.mask(array("i", [1])) is None
+    constraint = Constraint(VOCAB, [[1, 5]], choice=[5, 6])
+    assert forbidden(constraint.mask(array("i", [1]))) == {5}
+    constraint = Constraint(VOCAB, [[1, 5]], Twofold(), choice=[5])
+    assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {5, 7}
+    constraint = Constraint(VOCAB, [], Twofold(), ignored={7}, choice=[7])
+    assert forbidden(constraint.mask(array("i", [1]))) == set(range(VOCAB)) - {5, 7}
+
+
+def test_a_request_knows_its_allowed_ids_where_it_has_words() -> None:
+    world = make_world()
+    words, choice = [[9, 9]], [9]
+    request_id = world.submit([2, 9], max_tokens=3, bad_words=words, allowed_token_ids=choice)
+    request = world.request(request_id)
+    assert request.constraint is not None
+    assert request.constraint.mask(request.tokens) is None
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [("", FinishReason.STOP), ("out of fuel", FinishReason.GRAMMAR)],
