@@ -45,7 +45,10 @@ class Constraint:
     ) -> None:
         everything = (1 << vocab_size) - 1
         self._everything: Final = everything.to_bytes(4 * -(-vocab_size // 32), "little")
-        self._choice: Final = sum(1 << token_id for token_id in set(choice)) or everything
+        chosen = bytearray(len(self._everything))
+        for token_id in choice:
+            chosen[token_id >> 3] |= 1 << (token_id & 7)
+        self._choice: Final = int.from_bytes(chosen, "little") or everything
         self._words: Final = [array("i", word) for word in words]
         self._ignored: Final = ignored
         self.matcher: Final = matcher
