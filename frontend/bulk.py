@@ -2,13 +2,11 @@
 
 A MB of text takes a millisecond to decode, a MB of small lists or of keys 70. So beyond a size that
 cannot hurt, only the fields that carry text and ids may be large, and these hold only so many; how
-large the others are is found by skipping over them. All large bodies together are bounded as well.
-Knows sizes and counts; what the fields mean is the schema's affair.
+large the others are is found by skipping over them. Knows sizes and counts; what the fields mean is
+the schema's affair.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -18,8 +16,6 @@ from nvserve.frontend.errors import ApiError, invalid
 FREE_BYTES: Final = 1 << 20  # of a body, and of each field but those that carry text
 CARRIERS: Final = frozenset({"prompt", "messages", "tokens"})
 MAX_PROMPTS: Final = 1024  # texts or lists of token ids, in one body
-MAX_HELD_BYTES: Final = 256 << 20  # of all large bodies together
-HELD_RETRY_AFTER_S: Final = 1.0
 MAX_STRINGS: Final = 1 << 18  # names and values in messages: many more than the turns they may have
 
 _TEXTS: Final = re.compile(rb'\[[ \t\r\n]*"')  # how a list of them begins
@@ -34,34 +30,6 @@ class _Frame(msgspec.Struct):
 
 
 _frames: Final = msgspec.msgpack.Decoder(_Frame)
-
-
-class HeldBodies:
-    """The bytes of all bodies that are read or wait for their decoder, less the free ones."""
-
-    def __init__(self) -> None:
-        self._num_bytes = 0
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[Callable[[int], None]]:
-        """While a body is held: called with its size as it grows, a 503 when all are too many."""
-        num_held = 0
-
-        def grow(num_bytes: int) -> None:
-            nonlocal num_held
-            num_more = num_bytes - FREE_BYTES - num_held
-            if num_more <= 0:
-                return
-            if self._num_bytes + num_more > MAX_HELD_BYTES:
-                text = f"large bodies of more than {MAX_HELD_BYTES} bytes are being read"
-                raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S)
-            num_held += num_more
-            self._num_bytes += num_more
-
-        try:
-            yield grow
-        finally:
-            self._num_bytes -= num_held
 
 
 def check_bulk(body_type: type[msgspec.Struct], raw: bytes, max_ids: int | None = None) -> None:

@@ -10,10 +10,12 @@ import hmac
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError
+from nvserve.frontend.held_bodies import HeldBody
 from nvserve.frontend.http_server import TRANSPORT
 from nvserve.frontend.params import resolve_timeout
 
@@ -135,19 +137,21 @@ class Exchange:
         if self.transport.is_closing():
             raise ClientGone
 
-    async def read_json(self, on_growth: Callable[[int], None]) -> bytes:
+    async def read_json(self, held: HeldBody) -> bytes:
         """The body, within the limits of size and time; 415 when it does not claim to be JSON.
 
-        `on_growth` is called with the size so far, and may refuse it.
+        `held` is its room, which may be refused, or be given to others when it comes slowly.
         """
         self._check_content_type()
         announced = self.header(b"content-length") or b"0"
         if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
             raise _too_large()
         try:
-            async with asyncio.timeout(BODY_LIMIT_S):
-                return await self._read_body(on_growth)
+            async with asyncio.timeout(BODY_LIMIT_S) as limit:
+                with held.arriving(partial(_expire, limit)):
+                    return await self._read_body(held)
         except TimeoutError:
+            held.check()
             raise ApiError(408, f"no complete body within {BODY_LIMIT_S:g} s") from None
 
     def _check_content_type(self) -> None:
@@ -159,7 +163,7 @@ class Exchange:
             if name.strip() == b"charset" and value.strip(b' "') not in (b"utf-8", b"utf8"):
                 raise ApiError(415, "the charset must be utf-8")
 
-    async def _read_body(self, on_growth: Callable[[int], None]) -> bytes:
+    async def _read_body(self, held: HeldBody) -> bytes:
         body = bytearray()
         while True:
             message = await self._receive()
@@ -168,7 +172,7 @@ class Exchange:
             body += message.get("body", b"")
             if len(body) > MAX_BODY_BYTES:
                 raise _too_large()
-            on_growth(len(body))
+            held.grow(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
 
@@ -246,6 +250,11 @@ class Exchange:
         """The connection itself, for direct writes and for cutting it."""
         transport: asyncio.Transport = self.scope["extensions"][TRANSPORT]["transport"]
         return transport
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(0.0)  # of the loop's clock: long ago
 
 
 def _too_large() -> ApiError:

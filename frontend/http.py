@@ -7,7 +7,7 @@ whole document or a stream. The status line of a generation waits for core's ans
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -15,13 +15,14 @@ import msgspec
 from starlette.routing import Route, Router
 
 from nvserve.frontend import metrics, openapi
-from nvserve.frontend.bulk import FREE_BYTES, HeldBodies
+from nvserve.frontend.bulk import FREE_BYTES
 from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
 from nvserve.frontend.generation import Choice, Delta, Generation, Plan
-from nvserve.frontend.id_texts import texts_of
+from nvserve.frontend.held_bodies import HeldBodies
+from nvserve.frontend.id_texts import IdTexts
 from nvserve.frontend.params import check_ids
 from nvserve.frontend.responses import (
     DONE,
@@ -142,12 +143,13 @@ class _Api:
         self._tokenizer: Final = service.tokenizer
         self._held: Final = HeldBodies()
         self._turns: Final = Turns()
+        self._texts: Final = IdTexts(service.tokenizer.vocabulary, self._turns)
 
     async def _body(self, body_type: type[T], exchange: Exchange) -> T:
         """The body, checked."""
         max_ids = self._service.config.max_model_len
-        with self._held.one() as on_growth:
-            raw = await exchange.read_json(on_growth)
+        with self._held.one() as held:
+            raw = await exchange.read_json(held)
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
             # A drain waits for those in the queue, and each then hears that it is over.
@@ -155,17 +157,6 @@ class _Api:
                 async with self._turns.one(exchange):
                     self._service.check_open()
                     return parse(body_type, raw, max_ids)
-
-    async def _texts_of(
-        self, sequences: Sequence[Sequence[int]], exchange: Exchange, *, skip_special: bool = True
-    ) -> list[str]:
-        return await texts_of(
-            sequences,
-            self._tokenizer.vocabulary,
-            skip_special=skip_special,
-            turns=self._turns,
-            exchange=exchange,
-        )
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -195,7 +186,7 @@ class _Api:
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = [text for text in given if isinstance(text, str)]
         if not texts:
-            texts = await self._texts_of(plan.prompts, exchange)
+            texts = await self._texts.of(plan.prompts, exchange)
         return [text for text in texts for _ in range(plan.num_choices)]
 
     async def _generate(
@@ -347,7 +338,7 @@ class _Api:
         if num_tokens > most:
             raise invalid("tokens", f"holds {num_tokens} ids, at most {most} are allowed")
         check_ids(body.tokens, self._service.limits, "tokens")
-        (text,) = await self._texts_of([body.tokens], exchange, skip_special=False)
+        (text,) = await self._texts.of([body.tokens], exchange, skip_special=False)
         await exchange.respond(_encode({"prompt": text}))
 
     # -- the server itself -----------------------------------------------------------------------

@@ -16,30 +16,32 @@ STRIDE_IDS: Final = 256  # between looks at the clock
 PIECE_S: Final = 0.002  # of one turn
 
 
-async def texts_of(
-    sequences: Sequence[Sequence[int]],
-    vocabulary: Vocabulary,
-    *,
-    skip_special: bool = True,
-    turns: Turns,
-    exchange: Exchange,
-) -> list[str]:
-    """What `vocabulary.decode` says to each sequence.
+class IdTexts:
+    """The way from ids to text for handlers."""
 
-    Of many ids it raises what `turns.one` does: for want of a turn, or of the client.
-    """
-    texts: list[str] = []
-    work = _decoding(sequences, texts, vocabulary, skip_special=skip_special)
-    if sum(map(len, sequences)) <= INLINE_IDS:
-        for _ in work:
-            pass
-    while len(texts) < len(sequences):
-        async with turns.one(exchange):
-            end = time.monotonic() + PIECE_S
+    def __init__(self, vocabulary: Vocabulary, turns: Turns) -> None:
+        self._vocabulary: Final = vocabulary
+        self._turns: Final = turns
+
+    async def of(
+        self, sequences: Sequence[Sequence[int]], exchange: Exchange, *, skip_special: bool = True
+    ) -> list[str]:
+        """What `Vocabulary.decode` says to each sequence.
+
+        Of many ids it raises what `Turns.one` does: for want of a turn, or of the client.
+        """
+        texts: list[str] = []
+        work = _decoding(sequences, texts, self._vocabulary, skip_special=skip_special)
+        if sum(map(len, sequences)) <= INLINE_IDS:
             for _ in work:
-                if time.monotonic() >= end:
-                    break
-    return texts
+                pass
+        while len(texts) < len(sequences):
+            async with self._turns.one(exchange):
+                end = time.monotonic() + PIECE_S
+                for _ in work:
+                    if time.monotonic() >= end:
+                        break
+        return texts
 
 
 def _decoding(

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from nvserve.frontend.bulk import HELD_RETRY_AFTER_S
 from nvserve.frontend.errors import ApiError, deadline_passed
 from nvserve.frontend.exchange import Exchange
+from nvserve.frontend.held_bodies import HELD_RETRY_AFTER_S
 
 LIMIT_S: Final = 10.0  # for which one waits for those before it
 

@@ -19,9 +19,9 @@ from process.sockets import listeners_of
 from surface.asking import Asker
 from surface.zmq_peer import Peer
 
-from nvserve.frontend.bulk import MAX_HELD_BYTES
 from nvserve.frontend.client import Client
 from nvserve.frontend.exchange import MAX_BODY_BYTES
+from nvserve.frontend.held_bodies import MAX_HELD_BYTES
 from nvserve.frontend.http_server import HEADER_LIMIT_S
 from nvserve.protocol.client_messages import MAX_CLIENT_FRAME_BYTES
 
@@ -143,7 +143,10 @@ def test_a40_gigabytes_are_cut_at_the_limit(asker: Asker, kind: str) -> None:
 
 
 def test_a40_many_bodies_at_once_are_bounded_together(asker: Asker) -> None:
-    """Each is within the limit of one; those for which nothing is left get a 503 in the middle."""
+    """Each is within the limit of one; those for which nothing is left get a 503 in the middle.
+
+    On a slow machine an early one has stopped for so long that it makes room for a late one.
+    """
     num_bodies = 20
     size = MAX_BODY_BYTES - 1024
     head = POST + b'content-length: %d\r\n\r\n{"prompt":"' % size
@@ -160,7 +163,8 @@ def test_a40_many_bodies_at_once_are_bounded_together(asker: Asker) -> None:
         wait_for("the refusals", lambda: len(_answered(opened)) >= num_refused)
         refused = _answered(opened)
         assert len(refused) == num_refused
-        assert all(one.recv(4096).startswith(b"HTTP/1.1 503 ") for one in refused)
+        statuses = {one.recv(4096)[:13] for one in refused}
+        assert statuses <= {b"HTTP/1.1 503 ", b"HTTP/1.1 408 "}
         assert frontend_mb(asker) - before < MAX_HELD_BYTES / (1 << 20) + MAX_GROWTH_MB
     prompt = "a" * (8 << 20)
     wait_for("room", lambda: asker.post("/v1/completions", {"prompt": prompt})[0] == 400)
