@@ -127,7 +127,7 @@ def _run(job: Job) -> list[list[torch.Tensor]]:
         for call in job.calls
     ]
     if job.device != "cpu":  # nor is a kernel loaded while one waits for peers
-        from nvserve.kernels.launch import compiling_only
+        from nvserve.kernels.compilation import compiling_only
 
         with compiling_only():
             for call, tensors in zip(job.calls[:4], inputs, strict=False):

@@ -110,7 +110,8 @@ def _are_right(
 
 def compile_sums(memory: PeerMemory) -> None:
     """Compile the kernels of both ways, and run none."""
-    from nvserve.kernels.launch import compiling_only  # triton is absent from CPU-only installs
+    # Triton is absent from CPU-only installs.
+    from nvserve.kernels.compilation import compiling_only
 
     with compiling_only():
         for memory.crossover in (ONE_SHOT, TWO_SHOT):

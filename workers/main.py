@@ -296,8 +296,10 @@ def _make_device(child: Child) -> Engine:
     from nvserve.workers.engine import TorchEngine
 
     if config.device == "cuda" and HAS_TRITON:
-        from nvserve.kernels.launch import prepare  # triton is absent from CPU-only installs
+        # Triton is absent from CPU-only installs.
+        from nvserve.kernels.compilation import prepare, start_server
 
+        start_server()
         prepare()  # goes on beside the loading of weights
     return TorchEngine(config, page)
 

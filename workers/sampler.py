@@ -124,7 +124,7 @@ class Sampler:
         that no plain step launches, which could find one half loaded.
         """
         # Triton is absent from CPU-only installs.
-        from nvserve.kernels.launch import compiling_only
+        from nvserve.kernels.compilation import compiling_only
 
         torch.cuda.set_device(device)
         with torch.inference_mode(), compiling_only():
