@@ -117,6 +117,9 @@ class RecordingPool:
 
         return call
 
+    def rehearse(self, function: Callable[[], object]) -> None:
+        function()
+
     def capture(self, function: Callable[[], Any]) -> tuple[Recorded, Any]:
         self._is_capturing = True
         results = function()

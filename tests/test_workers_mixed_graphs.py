@@ -40,6 +40,9 @@ class RecordingPool:
     def __init__(self) -> None:
         self.graphs: list[Recorded] = []
 
+    def rehearse(self, function: Callable[[], object]) -> None:
+        function()
+
     def capture(self, function: Callable[[], Any]) -> tuple[Recorded, torch.Tensor]:
         self.graphs.append(Recorded(function))
         return self.graphs[-1], self.graphs[-1].output

@@ -4,13 +4,14 @@ A bucket's graph is a whole step with the plain sampling tail. The first step wi
 one of the forward pass alone, behind which it samples eagerly. Rows behind the decode list point to
 the scratch slot, so a bucket may be wider than the list.
 
-Before a bucket's first capture the whole step runs once, on rows that all are the scratch slot:
-what its graphs need is then compiled, loaded and allocated, and no request's blocks are touched.
-Rows of the list may be those of requests that ended, whose blocks are others' by now.
+Before a bucket's first capture its step is rehearsed, in short and on rows that all are the scratch
+slot: what its graphs need is then compiled, loaded and allocated, and no request's blocks are
+touched. Rows of the list may be those of requests that ended, whose blocks are others' by now.
 
 One bucket is enough to begin with; the others are captured in idle moments and, while there are
-none, now and then the one that a step lacks most. Ranks of a group capture in step, since each
-enters the collectives of the pass before: never in idle moments, and by the count of steps.
+none, now and then the one that a step lacks most, behind that step: the device goes on meanwhile
+with what it was given. Ranks of a group capture in step, since each enters the collectives of the
+rehearsal: never in idle moments, and by the count of steps.
 
 Knows rows and replay; what a step computes it is given as functions.
 """
@@ -18,6 +19,7 @@ Knows rows and replay; what a step computes it is given as functions.
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -64,7 +66,7 @@ class Pace:
     """When another capture is due: after some time, or after some steps of all ranks."""
 
     def __init__(self, *, is_in_step: bool) -> None:
-        self._is_in_step: Final = is_in_step
+        self.is_in_step: Final = is_in_step
         self._num_steps = 0
         self._last_s = 0.0  # monotonic, of the last capture, ...
         self._last_step = -CAPTURE_EVERY_STEPS  # ... and its step
@@ -77,17 +79,26 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        if self._is_in_step:
+        if self.is_in_step:
             return self._num_steps - self._last_step >= CAPTURE_EVERY_STEPS
         return time.monotonic() - self._last_s > CAPTURE_EVERY_S
 
 
 class GraphPool:
-    """Captures graphs of one runner, which share their memory: one replays at a time."""
+    """Captures graphs of one runner, which share their memory: one replays at a time.
 
-    def __init__(self, device: torch.device, pace: Pace) -> None:
+    Inside in_short() a step launches all kinds of its kernels, but not all of its kernels.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pace: Pace,
+        in_short: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._device: Final = device
         self._pace: Final = pace
+        self._in_short: Final = in_short
         self._pool: Final = torch.cuda.graph_pool_handle()
         self._graphs: Final[list[torch.cuda.CUDAGraph]] = []
         self._stream: Final = torch.cuda.Stream(device)
@@ -97,12 +108,18 @@ class GraphPool:
         """Was the last capture long enough ago for another one under load?"""
         return self._pace.is_due
 
+    def rehearse(self, function: Callable[[], object]) -> None:
+        """Run a step in short, for what it compiles, loads and allocates."""
+        with self._in_short():
+            function()
+
     def capture(self, function: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """A graph of function(), and what it returned: memory that each replay writes.
 
-        The function ran before on like arguments: kernels compile, and libraries allocate, then.
+        The function was rehearsed before on like arguments.
         """
-        torch.cuda.synchronize(self._device)
+        if self._pace.is_in_step:  # the group's collectives have ended, and none is waited for
+            torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # A collection may free what must not be freed during a capture, and takes long.
         was_collecting = gc.isenabled()
@@ -164,7 +181,7 @@ class DecodeGraphs:
         return len(self._captured)
 
     def capture_for(self, num_rows: int) -> None:
-        """Under load: capture the bucket of num_rows, if it is missed and the time has come."""
+        """Behind a step of num_rows: capture its bucket, if it is missed and the time has come."""
         fitting = next((size for size in self.sizes if size >= num_rows), None)
         if fitting is None or fitting in self._captured or not self._pool.is_due:
             return
@@ -182,7 +199,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> None:
         rows = self._rows[:size]
-        self._step(self._padding[:size])
+        self._pool.rehearse(lambda: self._step(self._padding[:size]))
         graph, ids = self._pool.capture(lambda: self._step(rows))
         self._captured[size] = _Captured(graph, ids)
 

@@ -2,7 +2,7 @@
 
 A bucket has room for so many decode rows and so many tokens of a few chunks; what is missing is a
 chunk of the scratch slot. It is captured when the first step needs it, or before, in idle moments;
-like those of graphs.py after a step that is all padding.
+like those of graphs.py after a rehearsal that is all padding.
 
 Knows rows, columns and replay; what a step computes it is given as functions.
 """
@@ -82,7 +82,7 @@ class MixedGraphs:
         """Leaves padding in the columns."""
         rows, (packed, columns) = self._batch.rows[:num_rows], self._columns[num_tokens]
         packed.copy_(torch.from_numpy(self._padding(num_tokens).packed()))
-        self._step(self._batch.padding[:num_rows], columns)
+        self._pool.rehearse(lambda: self._step(self._batch.padding[:num_rows], columns))
         captured = _Captured(*self._pool.capture(lambda: self._step(rows, columns)))
         self._captured[num_rows, num_tokens] = captured
         return captured

@@ -10,6 +10,8 @@ R rows that sample, T tokens of the step, N hidden size.
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import compress
 from threading import Thread
 from typing import Final
@@ -77,7 +79,8 @@ class Runner:
         The largest bucket is captured now, or all of them.
         """
         self._pace = Pace(is_in_step=self._is_in_step)
-        pool = self._graph_pool = GraphPool(self.model.device, self._pace)
+        pool = GraphPool(self.model.device, self._pace, self._few_layers)
+        self._graph_pool = pool
         batch, functions = self.batch, (self.plain_step, self.decode_forward)
         self.graphs = DecodeGraphs(pool, *functions, batch.rows, batch.padding, max_rows)
         self._mixed_graphs = MixedGraphs(pool, self.mixed_step, batch, self._staging)
@@ -121,6 +124,8 @@ class Runner:
             pending = self._mixed(step, stopwatch)
         else:
             pending = self._decode(step, stopwatch)
+            if self.graphs is not None and self.batch.decoding:
+                self.graphs.capture_for(len(self.batch.decoding))
         self._staging.end()
         return pending
 
@@ -133,22 +138,26 @@ class Runner:
         if self.model.device.type != "cuda" or self.backend.decode_fused is None:
             return
         # Triton is absent from CPU-only installs.
-        from nvserve.kernels.launch import compiling_only
+        from nvserve.kernels.compilation import compiling_only
 
-        # Two layers launch everything that all of them do.
-        layers, self.model.layers = self.model.layers, self.model.layers[:2]
-        try:
-            with compiling_only():
-                first, *others = COMPILED_ROWS  # what takes longest comes first
-                self.plain_step(self.batch.rows[:first])
-                self.warm_up(num_tokens)
-                for num_rows in others:
-                    self.plain_step(self.batch.rows[:num_rows])
-                self._mix_few_tokens()
-        finally:
-            self.model.layers = layers
+        with self._few_layers(), compiling_only():
+            first, *others = COMPILED_ROWS  # what takes longest comes first
+            self.plain_step(self.batch.rows[:first])
+            self.warm_up(num_tokens)
+            for num_rows in others:
+                self.plain_step(self.batch.rows[:num_rows])
+            self._mix_few_tokens()
         self.batch.clear()
         torch.cuda.synchronize(self.model.device)  # what was staged is free again
+
+    @contextmanager
+    def _few_layers(self) -> Iterator[None]:
+        """Inside, the model has two layers, which launch everything that all of them do."""
+        layers, self.model.layers = self.model.layers, self.model.layers[:2]
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     def _mix_few_tokens(self) -> None:
         """Mixed steps on the scratch slot: their decode rows are not fused with what is before.
@@ -170,10 +179,15 @@ class Runner:
             self._full_tail.start()
 
     def _compile_full_tail(self) -> None:
+        """The last kernels that are known of before a step needs them."""
+        from nvserve.kernels.compilation import stop_server  # see compile_kernels
+
         try:
             self._sampler.compile_full(self.model.device)
         except Exception:  # the step that needs it will say so again
             logger.exception("the kernels of top-k and top-p did not compile ahead")
+        finally:
+            stop_server()
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
@@ -198,8 +212,6 @@ class Runner:
         rows = self.batch.rows[: len(slots)]
         if not slots:
             return PendingStep(rows.int(), [], None, None, stopwatch, self._staging)
-        if self.graphs is not None:
-            self.graphs.capture_for(len(slots))
         if step.is_full_tail:
             replayed = None if self.graphs is None else self.graphs.forward(len(slots))
             hidden, positions = replayed or self.decode_forward(rows)
