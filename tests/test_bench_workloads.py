@@ -57,7 +57,14 @@ def test_a_later_round_has_the_same_lengths_and_other_prompts() -> None:
 def test_a_mix_is_timed_as_a_whole_for_each_round() -> None:
     engine = FakeEngine()
     mix = draw_mix(4, min_len=10, max_input_len=10, max_output_len=10)
-    results = measure_mix(engine.generate, mix, clock=engine.clock)
+    settled_after: list[int] = []
+    results = measure_mix(
+        engine.generate,
+        mix,
+        clock=engine.clock,
+        settle=lambda: settled_after.append(len(engine.calls)),
+    )
+    assert settled_after == [1]  # the first round comes right after the start
     assert [result.seconds for result in results] == pytest.approx([0.58, 0.58])
     assert results[0].output_rate == pytest.approx(40 / 0.58)
     assert results[0].total_rate == pytest.approx(80 / 0.58)

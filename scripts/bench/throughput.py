@@ -40,7 +40,7 @@ MIN_STEPS: Final = 8  # between the two lengths: fewer vanish in what two runs d
 @click.option("--min-len", type=click.IntRange(1), default=100, help="Tokens, in and out.")
 @click.option("--max-input-len", type=click.IntRange(1), default=1024)
 @click.option("--max-output-len", type=click.IntRange(1), default=1024)
-@click.option("--mix-rounds", type=click.IntRange(1), default=2, help="The first one warms up.")
+@click.option("--mix-rounds", type=click.IntRange(1), default=2, help="The first comes right after the start.")
 @click.option("--batches", default="1,8,32,128,256", help='Of the decode steps; "" = none.')
 @click.option("--context", type=click.IntRange(1), default=workloads.CONTEXT, help="Before them.")
 @click.option("--output-lens", default="16,144", help="Tokens of the two runs of a decode step.")
@@ -130,7 +130,11 @@ def _run_mix(
         f"{mix.num_output_tokens} out"
     )
     rounds = workloads.measure_mix(
-        generate_with(engine.llm), mix, num_rounds=flags["mix_rounds"], max_id=model.max_id
+        generate_with(engine.llm),
+        mix,
+        num_rounds=flags["mix_rounds"],
+        max_id=model.max_id,
+        settle=engine.settle,
     )
     for number, one in enumerate(rounds):
         click.echo(

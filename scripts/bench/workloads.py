@@ -90,10 +90,13 @@ def measure_mix(
     num_rounds: int = 2,
     max_id: int = MAX_ID,
     clock: Clock = time.perf_counter,
+    settle: Callable[[], None] = lambda: None,
 ) -> list[MixResult]:
-    """Rounds of the mix; the first one also warms up what is not warm yet."""
+    """Rounds of the mix: the first right away, each other one after settle()."""
     results = []
     for round_index in range(num_rounds):
+        if round_index > 0:
+            settle()
         shifted = shift_ids(mix, round_index, max_id)
         begun_s = clock()
         generate(shifted.prompts, shifted.output_lens, TEMPERATURE)
