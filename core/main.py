@@ -3,7 +3,6 @@
 All I/O and the clock of core are here, and no decision about requests.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -21,7 +20,7 @@ from nvserve.core.links import FrontendLink, WorkerLinks
 from nvserve.core.replies import Replies
 from nvserve.core.scheduler import Scheduler
 from nvserve.core.stats import core_stats
-from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.child import Child, bootstrap, freeze_start
 from nvserve.protocol.control import (
     Condition,
     Drain,
@@ -265,8 +264,7 @@ def _is_same(stats: CoreStats, other: CoreStats | None) -> bool:
 
 def main(argv: list[str]) -> None:
     core = Core(bootstrap(argv))
-    gc.collect()
-    gc.freeze()  # what start-up left behind is never garbage; later collections skip it
+    freeze_start()
     core.run()
 
 

@@ -22,7 +22,7 @@ from nvserve.frontend.http_server import Server
 from nvserve.frontend.service import Service
 from nvserve.frontend.tokenizer import Tokenizer
 from nvserve.frontend.zmq_api import Door
-from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.child import Child, bootstrap, freeze_start
 from nvserve.protocol.control import (
     Condition,
     Drain,
@@ -82,6 +82,7 @@ class Frontend:
         await self._server.is_serving.wait()
         endpoint = await self._open_door(self._child.setup.config.zmq_endpoint)
         port = int(listener.getsockname()[1])
+        freeze_start()
         self._child.send(Ready(port=port, zmq_endpoint=endpoint))
         self._on_control()
         await self._exit.wait()

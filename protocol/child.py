@@ -7,6 +7,7 @@ control channel; never decides anything.
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -82,8 +83,10 @@ class Child:
 def bootstrap(argv: list[str]) -> Child:
     """Become a child: `argv` is [program, control fd, launcher's pid].
 
-    Does not return when the launcher is already gone or does not send Setup in time.
+    Does not return when the launcher is already gone or does not send Setup in time. There are no
+    garbage collections until `freeze_start`: of what a start creates nearly all stays.
     """
+    gc.disable()
     fd, launcher_pid = int(argv[1]), int(argv[2])
     die_with_parent(launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group
@@ -96,6 +99,17 @@ def bootstrap(argv: list[str]) -> Child:
     configure_logging(setup.config.log_level)
     page = ProgressPage(page_path(setup.launch_dir, setup.role.value, setup.life))
     return Child(setup, control, page)
+
+
+def freeze_start() -> None:
+    """Called once what a process keeps for its whole life is there: garbage collections begin.
+
+    None ever looks at what is there by now. With torch alone it would take some 100 ms, and that is
+    a pause of every stream.
+    """
+    gc.freeze()
+    gc.enable()
+    logger.debug("the %d objects of the start are in no collection", gc.get_freeze_count())
 
 
 def die_with_parent(parent_pid: int) -> None:

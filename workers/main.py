@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from nvserve.protocol.channel import Inbox, Outbox, core_to_worker, worker_to_core
-from nvserve.protocol.child import Child, bootstrap
+from nvserve.protocol.child import Child, bootstrap, freeze_start
 from nvserve.protocol.codec import BadFrame, decode_to_worker, encode
 from nvserve.protocol.control import (
     EpochBroken,
@@ -350,6 +350,7 @@ def main(argv: list[str]) -> int:
     child.send(Progress("import"))
     engine = make_engine(child)
     hold_lifeline(child, engine.abort)
+    freeze_start()  # what an epoch brings, on the other hand, has to go with it
     child.send(Ready())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     start = wait_for_epoch(child)

@@ -55,6 +55,13 @@ def two_ranks() -> Iterator[Server]:
         yield server
 
 
+def test_no_garbage_collection_looks_at_what_a_process_starts_with() -> None:
+    with served(Server.launch(*LIGHT, "--log-level", "debug")) as server:
+        server.wait_ready()
+        for name in ("core", "frontend", "worker 0"):
+            server.wait_text(rf"{name} \| DEBUG the [1-9]\d* objects of the start are in no coll")
+
+
 def test_a_launched_server_answers_and_says_how_to_ask(two_ranks: Server) -> None:
     url = two_ranks.wait_ready()
     assert text_of(post(url, PROMPT)) == text_of(post(url, PROMPT)) != ""
