@@ -2,8 +2,8 @@
 
 A MB of text takes a millisecond to decode, a MB of small lists or of keys 70. So beyond a size that
 cannot hurt, only the fields that carry text and ids may be large, and these hold only so many; how
-large the others are is found by skipping over them. Knows sizes and counts; what the fields mean is
-the schema's affair.
+large the others are, all together, is found by skipping over them. Knows sizes and counts; what the
+fields mean is the schema's affair.
 """
 
 import re
@@ -13,7 +13,7 @@ import msgspec
 
 from nvserve.frontend.errors import ApiError, invalid
 
-FREE_BYTES: Final = 1 << 20  # of a body, and of each field but those that carry text
+FREE_BYTES: Final = 1 << 20  # of a body, and of all fields but those that carry text
 CARRIERS: Final = frozenset({"prompt", "messages", "tokens"})
 MAX_PROMPTS: Final = 1024  # texts or lists of token ids, in one body
 MAX_STRINGS: Final = 1 << 18  # names and values in messages: many more than the turns they may have
@@ -40,16 +40,20 @@ def check_bulk(body_type: type[msgspec.Struct], raw: bytes, max_ids: int | None 
     if len(raw) <= FREE_BYTES:
         return
     skimmed = _skimmer(body_type).decode(raw)
+    sizes: dict[str, int] = {}  # of the fields that carry no texts or ids
     num_idle = len(raw)
     for name in skimmed.__struct_fields__:
         value: msgspec.Raw = getattr(skimmed, name)
         num_bytes = len(memoryview(value))
         num_idle -= num_bytes
         if name not in CARRIERS:
-            if num_bytes > FREE_BYTES:
-                raise invalid(name, f"is larger than {FREE_BYTES} bytes")
+            sizes[name] = num_bytes
         elif num_bytes > FREE_BYTES:
             _check_carrier(name, bytes(memoryview(value)), max_ids)
+    if sum(sizes.values()) > FREE_BYTES:
+        name = max(sizes, key=sizes.__getitem__)
+        carried = " or ".join(sorted(CARRIERS.intersection(skimmed.__struct_fields__)))
+        raise invalid(name, f"all fields but {carried} are larger than {FREE_BYTES} bytes together")
     if num_idle > FREE_BYTES:  # fields given again and again, or blanks
         raise ApiError(400, f"the body has more than {FREE_BYTES} bytes beside its fields")
 

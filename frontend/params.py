@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
 from nvserve.frontend.errors import invalid
@@ -19,6 +20,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 256
+MAX_PARAM_BYTES: Final = 32 << 20  # of all choices of a request, as core gets them
 MAX_SALT_CHARS: Final = 256
 MAX_PRIORITY: Final = 2**31 - 1
 MAX_TIMEOUT_S: Final = 86400.0
@@ -124,6 +126,28 @@ def resolve_sampling(
         bad_words=_bad_words(fields.bad_words or [], tokenizer),
         grammar=grammar,
     )
+    return _checked(params, limits)
+
+
+def with_max_tokens(params: SamplingParams, max_tokens: int, limits: Limits) -> SamplingParams:
+    """The same for a prompt that leaves other room; a 400 where that is too little."""
+    return _checked(msgspec.structs.replace(params, max_tokens=max_tokens), limits)
+
+
+def check_all_params(params: SamplingParams, num_choices: int) -> None:
+    """Refuse more than core can take at once, which gets the parameters anew with each choice."""
+    if num_choices == 1:
+        return
+    num_bytes = len(msgspec.msgpack.encode(params))
+    if num_choices * num_bytes > MAX_PARAM_BYTES:
+        raise invalid(
+            "n",
+            f"parameters of {num_bytes} bytes for each of {num_choices} choices are more than "
+            f"{MAX_PARAM_BYTES} bytes together",
+        )
+
+
+def _checked(params: SamplingParams, limits: Limits) -> SamplingParams:
     try:
         check_sampling(params, limits.vocab_size)
     except BadParameter as error:

@@ -20,6 +20,7 @@ from nvserve.frontend.grammars import resolve_grammar
 from nvserve.frontend.ongoing import Ongoing, have_ended
 from nvserve.frontend.params import (
     Limits,
+    check_all_params,
     check_prompt,
     check_prompt_size,
     resolve_max_tokens,
@@ -28,6 +29,7 @@ from nvserve.frontend.params import (
     resolve_sampling,
     resolve_seed,
     resolve_text_rules,
+    with_max_tokens,
 )
 from nvserve.frontend.schema import (
     ChatBody,
@@ -245,13 +247,13 @@ class Service:
                 raise invalid(grammar.param, "cannot be combined with a forced tool_choice")
             grammar = tools.grammar
         by_max_tokens: dict[int, SamplingParams] = {}
-        sampling = []
+        sampling: list[SamplingParams] = []
         for prompt in prompts:
             check_prompt(prompt, self.limits, names[0])
             room = resolve_max_tokens(
                 asked, len(prompt), self.limits, default=default, param=names[1]
             )
-            if room not in by_max_tokens:
+            if not sampling:
                 by_max_tokens[room] = resolve_sampling(
                     fields,
                     self.limits,
@@ -261,7 +263,10 @@ class Service:
                     prompt_logprobs=prompt_logprobs,
                     grammar=grammar.text if grammar is not None else "",
                 )
+            elif room not in by_max_tokens:
+                by_max_tokens[room] = with_max_tokens(sampling[0], room, self.limits)
             sampling.append(by_max_tokens[room])
+        check_all_params(sampling[0], len(prompts) * num_choices)
         if self.config.device == "sim":
             _refuse_what_needs_a_model(sampling[0])
         is_score_only = asked == 0 and (prompt_logprobs is not None or grammar is not None)

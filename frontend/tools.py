@@ -21,6 +21,7 @@ from nvserve.frontend.errors import invalid
 from nvserve.frontend.grammars import Grammar, json_grammar
 from nvserve.frontend.schema import ChatBody, NamedChoice, Tool
 from nvserve.frontend.tool_choice import rebased
+from nvserve.protocol.grammars import MAX_GRAMMAR_PARTS, check_depth
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
@@ -50,13 +51,14 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
     max_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
     if choice == "none":
         return ToolPlan([])
+    is_auto = choice in (None, "auto")
+    if is_auto and not parser:
+        text = "auto needs a server started with --tool-call-parser; required is served"
+        raise invalid("tool_choice", text, "unsupported_parameter")
+    if is_auto and not knows_tools:
+        raise invalid("tools", "the model's chat template shows no tools")
     shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
-    if choice in (None, "auto"):
-        if not parser:
-            text = "auto needs a server started with --tool-call-parser; required is served"
-            raise invalid("tool_choice", text, "unsupported_parameter")
-        if not knows_tools:
-            raise invalid("tools", "the model's chat template shows no tools")
+    if is_auto:
         return ToolPlan(shown, "auto", max_calls=max_calls)
     if isinstance(choice, NamedChoice):
         if choice.type != "function":
@@ -106,6 +108,7 @@ def _check(tools: list[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"holds {len(tools)} tools, at most {MAX_TOOLS} are allowed")
     names: set[str] = set()
+    num_parts = 0
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.type != "function":
@@ -116,6 +119,10 @@ def _check(tools: list[Tool]) -> None:
             raise invalid(f"{where}.function.name", "is the name of another tool")
         names.add(tool.function.name)
         json_grammar(f"{where}.function.parameters", _parameters(tool))  # size and depth
+        num_parts += check_depth(_parameters(tool))
+        if num_parts > MAX_GRAMMAR_PARTS:
+            text = f"the parameters of all hold more than {MAX_GRAMMAR_PARTS} objects and arrays"
+            raise invalid("tools", text)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ MAX_GRAMMAR_BYTES: Final = 128 << 10
 # Every level is a few frames of recursion in the parsers of both languages; serde_json stops at 128
 # and a level of a schema is two of JSON ("properties" and the name).
 MAX_SCHEMA_DEPTH: Final = 100
+MAX_GRAMMAR_PARTS: Final = MAX_GRAMMAR_BYTES // 2  # objects and arrays: no text of one is shorter
 
 FORMS: Final = ("json", "json_schema", "regex", "choice", "lark")
 
@@ -40,13 +41,19 @@ def check_size(text: str) -> None:
         raise BadGrammar(f"has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed")
 
 
-def check_depth(value: Any) -> None:
-    """Refuse decoded JSON that is nested too deeply; never recurses."""
-    level = [value]
+def check_depth(value: Any) -> int:
+    """Refuse decoded JSON that is nested too deeply, or certainly too large; never recurses.
+
+    Returns how many objects and arrays are in it.
+    """
+    level, num_parts = [value], 0
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         level = [child for parent in level for child in _children(parent)]
         if not level:
-            return
+            return num_parts
+        num_parts += len(level)
+        if num_parts > MAX_GRAMMAR_PARTS:
+            raise BadGrammar(f"is larger than {MAX_GRAMMAR_BYTES} bytes")
     raise BadGrammar(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
 
 

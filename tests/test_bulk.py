@@ -1,6 +1,7 @@
 """The dearest bodies and frames of the largest size are refused, and never decoded."""
 
 import functools
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -12,7 +13,15 @@ import pytest
 from nvserve.frontend.bulk import FREE_BYTES
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.exchange import MAX_BODY_BYTES
-from nvserve.frontend.schema import ChatBody, CompletionBody, DetokenizeBody, parse, plain_messages
+from nvserve.frontend.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Tool,
+    parse,
+    plain_messages,
+)
+from nvserve.frontend.tools import resolve_tools
 from nvserve.frontend.zmq_connection import message_of
 from nvserve.protocol.client_messages import (
     MAX_CLIENT_FRAME_BYTES,
@@ -129,6 +138,44 @@ def test_blanks_before_large_texts_are_no_matter() -> None:
     text = "[1]" * FREE_BYTES
     raw = b'{"prompt": [%b"%b",\n%b"b"]}' % (b" " * 200, text.encode(), b"\t" * 200)
     assert parse(CompletionBody, raw, MAX_IDS).prompt == [text, "b"]
+
+
+def test_fields_beside_the_prompt_are_bounded_together() -> None:
+    """Each for itself would be dear enough: a tenth of a second for a MB of small lists."""
+    lists = ",".join(["[]"] * (FREE_BYTES // 3 // 3))
+    raw = '{"prompt":"x","stop":["a"],"metadata":{"a":"%s"},"guided_json":[%s],"%s":{"json":[%s]}}'
+    half = "a" * (FREE_BYTES // 2)
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionBody, (raw % (half, lists, "structured_outputs", lists)).encode())
+    assert caught.value.param == "metadata"
+    assert "all fields but prompt" in caught.value.message
+    assert parse(CompletionBody, (raw % (half, lists, "structured_outputs", "")).encode()).stop
+
+
+def test_no_garbage_is_looked_for_while_a_body_is_decoded() -> None:
+    collections: list[str] = []
+    raw = b'{"prompt":"x","guided_json":[%s]}' % b",".join([b"[]"] * 100_000)
+    gc.collect()
+    gc.callbacks.append(lambda phase, _: collections.append(phase))
+    try:
+        assert parse(CompletionBody, raw).guided_json
+        num_collections = len(collections)
+    finally:
+        gc.callbacks.pop()
+    assert gc.isenabled()
+    assert num_collections <= 2  # begin and end of one, once it may be
+
+
+def test_all_tools_together_hold_only_so_many_parts() -> None:
+    schema = {"type": "object", "enum": [[]] * 2_000}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}}
+             for i in range(33)]  # fmt: skip
+    body = ChatBody(messages=[], tools=msgspec.convert(tools, list[Tool]), tool_choice="none")
+    with pytest.raises(ApiError) as caught:
+        resolve_tools(body, "", knows_tools=True)
+    assert caught.value.param == "tools"
+    body.tools = body.tools[:32] if body.tools else None
+    assert resolve_tools(body, "", knows_tools=True).mode == "none"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The HTTP application itself, with the demo model's tokenizer and an engine witho
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ import pytest
 import zmq
 from api.frontend_process import DEMO_MODEL, make_config
 
-from nvserve.frontend import id_texts, service
+from nvserve.frontend import id_texts, params, service
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.http import application
 from nvserve.frontend.http_server import TRANSPORT
+from nvserve.frontend.schema import CompletionBody
 from nvserve.frontend.service import Service
 from nvserve.frontend.tokenizer import Tokenizer
 
@@ -63,7 +64,8 @@ class Served:
         config = make_config(max_model_len=MAX_MODEL_LEN)
         engine = Engine(config, life=0, launch_dir=str(folder), context=context)
         self.tokenizer = Tokenizer(DEMO_MODEL, MAX_MODEL_LEN)
-        self._app = application(Service(config, self.tokenizer, engine), "")
+        self.service = Service(config, self.tokenizer, engine)
+        self._app = application(self.service, "")
 
     async def answer(self, client: Client, on_turn: Callable[[int], object] = int) -> int:
         """Have the request answered; `on_turn` is told how often others have had the loop."""
@@ -148,4 +150,24 @@ def test_prompts_of_a_client_that_has_gone_are_not_encoded(
         assert len(groups) == 2
 
     monkeypatch.setattr(service, "GROUP_CHARS", 10)
+    run(tmp_path, story)
+
+
+def test_bad_words_are_encoded_once_however_many_rooms_prompts_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = params._bad_words, []
+
+    def count(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+        encoded.append(words)
+        return encode(words, tokenizer)
+
+    async def story(served: Served) -> None:
+        prompts: Any = [[5] * (MAX_MODEL_LEN - room) for room in (3, 1, 2)]
+        body = CompletionBody(prompt=prompts, bad_words=["king"])
+        plan = await served.service.plan_completion(body, lambda: None)
+        assert [one.max_tokens for one in plan.sampling] == [3, 1, 2]
+        assert encoded == [["king"]]
+
+    monkeypatch.setattr(params, "_bad_words", count)
     run(tmp_path, story)

@@ -10,11 +10,13 @@ from tokenizers import Tokenizer
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.params import (
     Limits,
+    check_all_params,
     derive_seed,
     resolve_max_tokens,
     resolve_sampling,
     resolve_seed,
     resolve_text_rules,
+    with_max_tokens,
 )
 from nvserve.protocol.client_messages import SamplingFields
 from nvserve.protocol.sampling import SamplingParams
@@ -47,6 +49,27 @@ def test_bad_words_are_told_apart_by_the_space_before_them() -> None:
 
 def test_biases_have_ids_as_keys() -> None:
     assert resolve(SamplingFields(logit_bias={"5": -3.0})).logit_bias == {5: -3.0}
+
+
+def test_the_parameters_of_all_choices_are_bounded_together() -> None:
+    """Core decodes and checks them once for each choice."""
+    params = SamplingParams(grammar="regex:" + "a" * 100_000)
+    check_all_params(params, 1)
+    check_all_params(params, 128)
+    with pytest.raises(ApiError) as caught:
+        check_all_params(params, 1024)
+    assert caught.value.param == "n"
+
+
+def test_another_room_is_checked_as_the_first_one_was() -> None:
+    limits = Limits(max_model_len=100, vocab_size=1024, sampling_defaults={})
+    params = resolve(SamplingFields(min_tokens=5))
+    assert with_max_tokens(params, 7, limits) == resolve_sampling(
+        SamplingFields(min_tokens=5), limits, TOKENIZER, max_tokens=7, logprobs=None
+    )
+    with pytest.raises(ApiError) as caught:
+        with_max_tokens(params, 4, limits)
+    assert caught.value.param == "min_tokens"
 
 
 @given(st.integers(0, 2**63 - 1))

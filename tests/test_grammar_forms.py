@@ -138,5 +138,8 @@ def test_size_is_counted_in_bytes_and_depth_without_recursion() -> None:
         value = [value]
     with pytest.raises(BadGrammar, match="levels deep"):
         check_depth(value)
+    with pytest.raises(BadGrammar, match="larger"):
+        check_depth([[]] * (MAX_GRAMMAR_BYTES // 2 + 1))
+    assert check_depth([[], {"a": [1]}]) == 3
     while isinstance(value, list):  # taken apart here, so that freeing it does not recurse either
         value = value[0]
