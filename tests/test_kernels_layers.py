@@ -63,6 +63,13 @@ def test_linear_silu_mul_is_its_parts_in_sequence() -> None:
     assert torch.allclose(matmul.linear_silu_mul(x, weight, bias), F.silu(gate) * up, atol=1e-5)
 
 
+def test_linear_add_adds_to_the_residual_in_place() -> None:
+    x, weight, residual = torch.randn(3, 32), torch.randn(20, 32), torch.randn(3, 20)
+    expected = residual + F.linear(x, weight)
+    assert matmul.linear_add(x, weight, residual) is residual
+    assert torch.allclose(residual, expected, atol=1e-5)
+
+
 def test_embed_rms_norm_returns_rows_normalized_and_as_they_are() -> None:
     tokens, embedding, weight = torch.tensor([4, 0, 4]), torch.randn(5, 16), torch.randn(16)
     normed, rows = norm.embed_rms_norm(tokens, embedding, weight, 1e-6)

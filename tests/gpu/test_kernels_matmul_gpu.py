@@ -29,6 +29,17 @@ def test_linear_matches_the_reference(
 
 
 @on_gpu_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_linear_add_rounds_the_sum_once(dtype: torch.dtype) -> None:
+    x, weight = random(1024, 4096, dtype=dtype), random(96, 4096, dtype=dtype)
+    residual = random(1024, 96, dtype=dtype)
+    assert matmul.adds_in_matmul(x)
+    expected = residual.double() + x.double() @ weight.double().t()
+    assert matmul.linear_add(x, weight, residual) is residual
+    assert_close(residual.double(), expected, 5e-6 if dtype == torch.float32 else 4e-3)
+
+
+@on_gpu_only
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 32, 33])
 @pytest.mark.parametrize(("outputs", "inputs"), PROJECTIONS)
 @pytest.mark.parametrize("biased", [False, True])

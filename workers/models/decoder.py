@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nvserve.kernels.attention import AttentionBackend, NewTokens, fused_decode
-from nvserve.kernels.matmul import linear, linear_silu_mul
+from nvserve.kernels.matmul import adds_in_matmul, linear, linear_add, linear_silu_mul
 from nvserve.kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from nvserve.kernels.rope import qk_norm_rope_cache
 from nvserve.workers.kv_cache import KvCache
@@ -84,10 +84,12 @@ class Decoder:
         x, residual = self._embed(inputs.tokens)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            part = self._attention(layer, x, inputs, cache.layers[index], backend)
-            x, residual = self._sum_and_norm(part, layer.output_bias, residual, layer.feed_norm)
-            part = self._feed_forward(layer, x)
-            x, residual = self._sum_and_norm(part, layer.down_bias, residual, next_norm)
+            x = self._attention(layer, x, inputs, cache.layers[index], backend)
+            project = (layer.output, layer.output_bias, MIXED)
+            x = self._project_and_norm(x, *project, residual, layer.feed_norm)
+            x = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
+            project = (layer.down, layer.down_bias, FED)
+            x = self._project_and_norm(x, *project, residual, next_norm)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,7 @@ class Decoder:
         cache: tuple[torch.Tensor, torch.Tensor],
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """This rank's part of the output, [T, N]."""
+        """What this rank's heads mixed, [T, H * D]."""
         qkv = linear(x, layer.qkv, layer.qkv_bias)
         norms = (layer.q_norm, layer.k_norm, self.config.norm_eps)
         fused = fused_decode(backend, len(x)) if inputs.prefill is None else None
@@ -137,26 +139,25 @@ class Decoder:
                 self.shard.num_kv_heads,
             )
             mixed = attend(q, cache, inputs, backend, self.scale)
-        mixed = mixed.flatten(1)
-        return linear(mixed, layer.output, out=self.parallel.place(MIXED, len(x)))
+        return mixed.flatten(1)
 
-    def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output, [T, N]."""
-        active = linear_silu_mul(x, layer.gate_up, layer.gate_up_bias)
-        return linear(active, layer.down, out=self.parallel.place(FED, len(x)))
-
-    def _sum_and_norm(
+    def _project_and_norm(
         self,
-        part: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
+        place: int,
         residual: torch.Tensor,
         norm: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All ranks' parts summed, with the bias added once: normalized, and as the residual."""
+    ) -> torch.Tensor:
+        """Normalized residual [T, N], after all ranks' parts of the projection were added to it."""
         parallel, eps = self.parallel, self.config.norm_eps
+        if bias is None and parallel.size == 1 and adds_in_matmul(x):
+            return rms_norm(linear_add(x, weight, residual), norm, eps)
+        part = linear(x, weight, out=parallel.place(place, len(x)))
         if bias is None:
-            return parallel.all_reduce_add_rms_norm(part, residual, norm, eps)
-        return add_rms_norm(parallel.all_reduce(part) + bias, residual, norm, eps)
+            return parallel.all_reduce_add_rms_norm(part, residual, norm, eps)[0]
+        return add_rms_norm(parallel.all_reduce(part) + bias, residual, norm, eps)[0]
 
     # -- weights -------------------------------------------------------------------------------
 
