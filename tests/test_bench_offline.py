@@ -108,14 +108,17 @@ def test_a_tail_that_cannot_be_measured_is_told_with_its_reason() -> None:
 
 
 def test_a_step_is_divided_by_its_own_floor() -> None:
-    floors = Floors("gpu", 4.2, 3.9, {8: StepFloor(bytes_ms=1.5, floor_ms=2.0, projections_ms=1.0)})
+    step = StepFloor(bytes_ms=1.5, floor_ms=2.0, loaded_floor_ms=2.4, projections_ms=1.0)
+    floors = Floors("gpu", 4.2, 3.9, {8: step})
     steps: dict[int, dict[str, float | None]] = {8: {"step_ms": 3.0, "median_step_ms": 2.9}}
     assert add_floors(steps, floors)[8] == {
         "step_ms": 3.0,
         "median_step_ms": 2.9,
         "bytes_ms": 1.5,
         "floor_ms": 2.0,
+        "loaded_floor_ms": 2.4,
         "ratio": 1.5,
+        "loaded_ratio": pytest.approx(1.25),
     }
     assert add_floors(steps, None)[8]["ratio"] is None
 

@@ -2,6 +2,10 @@
 
     bytes_ms = (weight bytes + KV bytes) / the rate at which cuBLAS streams big weights at batch 1
     floor_ms = the projections alone, in one CUDA graph, + KV bytes / the copy bandwidth
+    loaded_floor_ms = the same after a second of such steps, as an engine runs them
+
+A GPU that is kept busy reaches its power limit and lowers its clock: with many rows, whose
+projections are bound by arithmetic, the second figure is the higher one.
 
 Runs in a process of its own (`python -m nvserve.scripts.bench.floors`). Speeds drift from machine
 to machine: compare the ratios of one run.
@@ -9,6 +13,7 @@ to machine: compare the ratios of one run.
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 NUM_WARM_UPS: Final = 3
 NUM_CALLS: Final = 10
+LOAD_S: Final = 1.0
 COPY_BYTES: Final = 4 << 30
 BIG_SHAPE: Final = (28672, 4096)  # of a weight that is big enough to be streamed at full rate
 NUM_BIG: Final = 8
@@ -33,6 +39,7 @@ class StepFloor:
 
     bytes_ms: float
     floor_ms: float
+    loaded_floor_ms: float
     projections_ms: float
 
 
@@ -79,11 +86,13 @@ def _measure(shape: ModelShape, batches: list[int], *, context: int, tp_size: in
     weights = _Weights(shape, tp_size)
     steps = {}
     for batch in batches:
-        projections_ms = weights.step_ms(batch)
+        projections_ms, loaded_ms = weights.step_ms(batch)
         kv_bytes = batch * context * kv_bytes_per_token(shape, tp_size)
+        kv_ms = kv_bytes / copy_rate / 1e9
         steps[batch] = StepFloor(
             bytes_ms=(weights.num_bytes + kv_bytes) / stream_rate / 1e9,
-            floor_ms=projections_ms + kv_bytes / copy_rate / 1e9,
+            floor_ms=projections_ms + kv_ms,
+            loaded_floor_ms=loaded_ms + kv_ms,
             projections_ms=projections_ms,
         )
     return Floors(torch.cuda.get_device_name(), copy_rate, stream_rate, steps)
@@ -132,8 +141,8 @@ class _Weights:
         self._weights: Final = [_random(*one) for one in shapes]
         self.num_bytes: Final = BYTES_PER_VALUE * sum(w.numel() for w in self._weights)
 
-    def step_ms(self, batch: int) -> float:
-        """All of them once, replayed as one graph."""
+    def step_ms(self, batch: int) -> tuple[float, float]:
+        """All of them once, replayed as one graph: of a few replays, and after LOAD_S of them."""
         import torch
 
         rows = {w.shape[1]: _random(batch, w.shape[1]) for w in self._weights}
@@ -147,7 +156,11 @@ class _Weights:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        return _mean_ms(graph.replay)
+        short_ms = _mean_ms(graph.replay)
+        load_until = time.monotonic() + LOAD_S
+        while time.monotonic() < load_until:
+            _mean_ms(graph.replay)
+        return short_ms, _mean_ms(graph.replay)
 
 
 def _random(rows: int, columns: int) -> "torch.Tensor":

@@ -40,7 +40,9 @@ MIN_STEPS: Final = 8  # between the two lengths: fewer vanish in what two runs d
 @click.option("--min-len", type=click.IntRange(1), default=100, help="Tokens, in and out.")
 @click.option("--max-input-len", type=click.IntRange(1), default=1024)
 @click.option("--max-output-len", type=click.IntRange(1), default=1024)
-@click.option("--mix-rounds", type=click.IntRange(1), default=2, help="The first comes right after the start.")
+@click.option(
+    "--mix-rounds", type=click.IntRange(1), default=2, help="The first is cold."
+)
 @click.option("--batches", default="1,8,32,128,256", help='Of the decode steps; "" = none.')
 @click.option("--context", type=click.IntRange(1), default=workloads.CONTEXT, help="Before them.")
 @click.option("--output-lens", default="16,144", help="Tokens of the two runs of a decode step.")
@@ -194,13 +196,16 @@ def add_floors(
         whole[batch] = figures | {
             "bytes_ms": floor.bytes_ms if floor else None,
             "floor_ms": floor.floor_ms if floor else None,
+            "loaded_floor_ms": floor.loaded_floor_ms if floor else None,
             "ratio": step_ms / floor.floor_ms if floor and step_ms is not None else None,
+            "loaded_ratio": step_ms / floor.loaded_floor_ms if floor and step_ms else None,
         }
     return whole
 
 
 def _steps_table(steps: dict[int, dict[str, float | None]]) -> str:
-    fields = ("step_ms", "median_step_ms", "bytes_ms", "floor_ms", "ratio")
+    fields = ("step_ms", "median_step_ms", "bytes_ms", "floor_ms", "ratio", "loaded_ratio")
     headings = ["batch", "step ms", "median ms", "bytes ms", "floor ms", "step / floor"]
+    headings.append("/ under load")
     rows = [[batch, *(figures[name] for name in fields)] for batch, figures in steps.items()]
     return format_table(headings, rows)
