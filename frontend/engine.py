@@ -137,7 +137,7 @@ class Engine:
         self,
         listener: Listener,
         *,
-        prompt: Sequence[int],
+        prompt: bytes,
         sampling: SamplingParams,
         seed: int,
         priority: int = 0,
@@ -148,7 +148,7 @@ class Engine:
         """Journal a request and send it, now or once core is there; a 429 over the queue limit.
 
         While core answers, its own limit decides; this one holds when it is down or silent.
-        `timeout_s` replaces the configured time a request may take, 0 lifts it.
+        `prompt` is int32. `timeout_s` replaces the configured time a request may take, 0 lifts it.
         """
         # What core has not answered yet may find free slots there.
         limit = self._max_queued + (self._max_running if self.is_connected else 0)
@@ -163,7 +163,7 @@ class Engine:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         entry = Entry(
             request_id=self._next_id(),
-            prompt=array("i", prompt).tobytes(),
+            prompt=prompt,
             sampling=sampling,
             seed=seed,
             arrival=now,

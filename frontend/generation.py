@@ -6,6 +6,7 @@ step's fan-out; there is no task per token. Knows nothing of HTTP, SSE or ZMQ.
 """
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -287,8 +288,9 @@ class Generation:
         """Submit every choice; an ApiError leaves none behind. `emitted` is known to the client."""
         self._sink = sink
         try:
+            prompts = [array("i", prompt).tobytes() for prompt in self.plan.prompts]
             for choice in self.choices:
-                self._start_choice(choice, emitted)
+                self._start_choice(choice, prompts, emitted)
         except ApiError:
             self._abort_all()
             raise
@@ -355,20 +357,19 @@ class Generation:
         for choice in self.choices:
             choice.let_go()
 
-    def _start_choice(self, choice: Choice, emitted: Sequence[int]) -> None:
+    def _start_choice(self, choice: Choice, prompts: list[bytes], emitted: Sequence[int]) -> None:
         plan = self.plan
         number, index = divmod(choice.index, plan.num_choices)
-        sampling = plan.sampling[number]
         choice.seed = self._seed_of(index)
-        settled = choice.resume(emitted, sampling)
+        settled = choice.resume(emitted, plan.sampling[number])
         if settled is not None:
             self.note_accepted()
             self.put_out(choice, Delta("", [], [] if self.needs_logprobs else None, settled))
             return
         choice.entry = self.engine.submit(
             choice,
-            prompt=plan.prompts[number],
-            sampling=sampling,
+            prompt=prompts[number],  # all choices of a prompt share it
+            sampling=plan.sampling[number],
             seed=choice.seed,
             priority=plan.priority,
             salt=plan.salt,

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from array import array
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,12 @@ class RecordingEngine:
         if len(self.entries) == self.max_requests:
             raise ApiError(429, "full")
         entry = Entry(
-            len(self.entries), b"", fields["sampling"], fields["seed"], arrival=0.0, deadline=0.0
+            len(self.entries),
+            fields["prompt"],
+            fields["sampling"],
+            fields["seed"],
+            arrival=0.0,
+            deadline=0.0,
         )
         self.entries.append(entry)
         return entry
@@ -102,6 +108,18 @@ def test_eos_ends_the_text_and_counts_as_a_token() -> None:
         assert (choice.num_output_tokens, choice.cached) == (len(ids_of("king")) + 1, 2)
 
     run(test)
+
+
+def test_all_choices_share_one_prompt() -> None:
+    """A long one would be packed and kept so many times."""
+
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        start(generation, deltas)
+        prompts = [entry.prompt for entry in engine.entries]
+        assert prompts == [array("i", [7, 8]).tobytes()] * 3
+        assert len(set(map(id, prompts))) == 1
+
+    run(test, num_choices=3)
 
 
 def test_cached_tokens_are_those_of_the_first_core() -> None:
