@@ -40,9 +40,7 @@ MIN_STEPS: Final = 8  # between the two lengths: fewer vanish in what two runs d
 @click.option("--min-len", type=click.IntRange(1), default=100, help="Tokens, in and out.")
 @click.option("--max-input-len", type=click.IntRange(1), default=1024)
 @click.option("--max-output-len", type=click.IntRange(1), default=1024)
-@click.option(
-    "--mix-rounds", type=click.IntRange(1), default=2, help="The first is cold."
-)
+@click.option("--mix-rounds", type=click.IntRange(1), default=2, help="The first is cold.")
 @click.option("--batches", default="1,8,32,128,256", help='Of the decode steps; "" = none.')
 @click.option("--context", type=click.IntRange(1), default=workloads.CONTEXT, help="Before them.")
 @click.option("--output-lens", default="16,144", help="Tokens of the two runs of a decode step.")
