@@ -120,6 +120,7 @@ class Admission:
             ("request_id", submit.request_id, 2**63),
             ("strikes", submit.strikes, 2**31),
             ("priority", submit.priority + 2**31, 2**32),
+            ("max_tokens", submit.sampling.max_tokens, 2**31),  # and min_tokens with it
         ):
             if not 0 <= number < end:
                 raise RequestRefused(param, f"{param} is out of range")

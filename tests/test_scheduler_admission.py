@@ -23,6 +23,7 @@ from nvserve.protocol.messages import (
         ("logit_bias", {"logit_bias": {97: 1.0}}),
         ("logit_bias", {"logit_bias": {5: math.nan}}),
         ("max_tokens", {"max_tokens": -1}),
+        ("max_tokens", {"max_tokens": 2**64 - 1, "min_tokens": 2**64 - 1}),
         ("stop_token_ids", {"stop_token_ids": [97]}),
         ("bad_words", {"bad_words": [[1, 97]]}),
         ("seed", {"seed": -1}),
