@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True):
     grammar. One token is sampled behind it all the same, and never shown.
     """
 
-    prompts: list[list[int]]
+    prompts: list["array[int]"]  # of lists, every garbage collection would look at each id
     sampling: list[SamplingParams]  # by prompt, as their room for output differs
     rules: TextRules
     num_choices: int = 1  # of each prompt
@@ -89,7 +89,7 @@ class Choice:
     )
 
     def __init__(
-        self, generation: "Generation", index: int, prompt: list[int], sampling: SamplingParams
+        self, generation: "Generation", index: int, prompt: Sequence[int], sampling: SamplingParams
     ) -> None:
         rules = generation.plan.rules
         self._generation: Generation | None = generation  # until it is over
@@ -288,7 +288,7 @@ class Generation:
         """Submit every choice; an ApiError leaves none behind. `emitted` is known to the client."""
         self._sink = sink
         try:
-            prompts = [array("i", prompt).tobytes() for prompt in self.plan.prompts]
+            prompts = [prompt.tobytes() for prompt in self.plan.prompts]
             for choice in self.choices:
                 self._start_choice(choice, prompts, emitted)
         except ApiError:

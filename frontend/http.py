@@ -162,6 +162,15 @@ class _Api:
 
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
+        await self._generate(exchange, *await self._completion(exchange))
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        await self._generate(exchange, *await self._chat(exchange))
+
+    # These hold the body no longer than it takes to plan it, since its prompt may be very long.
+
+    async def _completion(self, exchange: Exchange) -> tuple[Plan, Shape, list[str]]:
         self._service.check_open()
         timeout_s = exchange.timeout_s()
         body = await self._body(CompletionBody, exchange)
@@ -170,16 +179,15 @@ class _Api:
             await self._service.plan_completion(body, exchange.check_client), timeout_s=timeout_s
         )
         echoed = await self._echoed(body, plan, exchange) if body.echo else []
-        await self._generate(exchange, body, plan, is_chat=False, echoed=echoed)
+        return plan, self._shape(body, is_chat=False), echoed
 
-    async def chat(self, exchange: Exchange) -> None:
-        """POST /v1/chat/completions."""
+    async def _chat(self, exchange: Exchange) -> tuple[Plan, Shape, list[str]]:
         self._service.check_open()
         timeout_s = exchange.timeout_s()
         body = await self._body(ChatBody, exchange)
         self._service.check_model(body.model)
         plan = msgspec.structs.replace(await self._service.plan_chat(body), timeout_s=timeout_s)
-        await self._generate(exchange, body, plan, is_chat=True, echoed=[])
+        return plan, self._shape(body, is_chat=True), []
 
     async def _echoed(self, body: CompletionBody, plan: Plan, exchange: Exchange) -> list[str]:
         """Each choice's prompt as text."""
@@ -189,30 +197,27 @@ class _Api:
             texts = await self._texts.of(plan.prompts, exchange)
         return [text for text in texts for _ in range(plan.num_choices)]
 
-    async def _generate(
-        self,
-        exchange: Exchange,
-        body: CompletionBody | ChatBody,
-        plan: Plan,
-        *,
-        is_chat: bool,
-        echoed: list[str],
-    ) -> None:
+    def _shape(self, body: CompletionBody | ChatBody, *, is_chat: bool) -> Shape:
         options = body.stream_options
-        shape = Shape.new(
+        return Shape.new(
             model=body.model or self._service.config.served_model_names[0],
             is_chat=is_chat,
+            is_stream=bool(body.stream),
             has_token_ids=bool(body.return_token_ids),
             has_usage=bool(options and options.include_usage),
             has_prompt_logprobs=body.prompt_logprobs is not None,
         )
+
+    async def _generate(
+        self, exchange: Exchange, plan: Plan, shape: Shape, echoed: list[str]
+    ) -> None:
         generation = self._service.generation(plan)
-        splitters = self._service.splitters(plan) if is_chat else None
+        splitters = self._service.splitters(plan) if shape.is_chat else None
         outputs = None if splitters is None else [ChatOutput(one) for one in splitters]
         with self._service.working():
             try:
                 async with exchange.watching(generation.abort):
-                    if body.stream:
+                    if shape.is_stream:
                         await self._stream(exchange, generation, shape, echoed, outputs)
                     else:
                         await self._answer_whole(exchange, generation, shape, echoed, outputs)

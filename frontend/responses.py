@@ -29,6 +29,7 @@ class Shape(msgspec.Struct, frozen=True):
     model: str
     created: int
     is_chat: bool
+    is_stream: bool = False
     has_token_ids: bool = False
     has_usage: bool = False  # chunks carry a usage field, null but in the last
     has_prompt_logprobs: bool = False  # as a field of their own, beside an echo's
@@ -38,6 +39,7 @@ class Shape(msgspec.Struct, frozen=True):
         *,
         model: str,
         is_chat: bool,
+        is_stream: bool = False,
         has_token_ids: bool = False,
         has_usage: bool = False,
         has_prompt_logprobs: bool = False,
@@ -49,6 +51,7 @@ class Shape(msgspec.Struct, frozen=True):
             model=model,
             created=int(time.time()),
             is_chat=is_chat,
+            is_stream=is_stream,
             has_token_ids=has_token_ids,
             has_usage=has_usage,
             has_prompt_logprobs=has_prompt_logprobs,
@@ -220,7 +223,7 @@ def whole_response(
         content |= {"logprobs": logprobs, "finish_reason": reason}
         if shape.has_token_ids:
             content["token_ids"] = joined.token_ids
-            content["prompt_token_ids"] = prompt
+            content["prompt_token_ids"] = prompt.tolist()
         if shape.has_prompt_logprobs and not shape.is_chat:
             content["prompt_logprobs"] = form.prompt_dicts(choice)
         choices.append(msgspec.Raw(_encode(content)))  # in a thread, others run between them

@@ -5,6 +5,7 @@ connection.
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
@@ -273,7 +274,7 @@ class Service:
         if is_score_only:  # scores come with a prefill, and a prefill ends with a token
             sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
         return Plan(
-            prompts=prompts,
+            prompts=[array("i", prompt) for prompt in prompts],
             sampling=sampling,
             rules=resolve_text_rules(fields),
             num_choices=num_choices,

@@ -77,7 +77,7 @@ def run(
     async def inside() -> None:
         engine = RecordingEngine(max_requests)
         plan = Plan(
-            prompts=[[7, 8]],
+            prompts=[array("i", [7, 8])],
             sampling=[sampling or SamplingParams(max_tokens=50)],
             rules=rules or TextRules([], include_stop=False, skip_special=True),
             num_choices=num_choices,

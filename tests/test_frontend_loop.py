@@ -5,6 +5,7 @@ The HTTP application itself, with the demo model's tokenizer and an engine witho
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
@@ -170,4 +171,23 @@ def test_bad_words_are_encoded_once_however_many_rooms_prompts_leave(
         assert encoded == [["king"]]
 
     monkeypatch.setattr(params, "_bad_words", count)
+    run(tmp_path, story)
+
+
+def test_a_request_that_waits_keeps_no_list_of_its_ids(tmp_path: Path) -> None:
+    """Each garbage collection would look at every one of them."""
+    num_ids = 3001
+
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": [7] * num_ids})
+        answering = asyncio.create_task(served.answer(client))
+        while not len(served.service.engine.journal) and not answering.done():
+            await asyncio.sleep(0)
+        [entry] = served.service.engine.journal
+        assert len(entry.prompt) == 4 * num_ids
+        assert not [one for one in gc.get_objects() if type(one) is list and len(one) == num_ids]
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+
     run(tmp_path, story)
