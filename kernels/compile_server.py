@@ -8,22 +8,23 @@ socket it reads from.
 Only the way to the cache: a kernel that cannot be compiled here is compiled by its worker.
 """
 
+import ast
 import gc
 import importlib
 import logging
 import os
-import pickle
 import pkgutil
 import select
 import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
+import setproctitle
 import triton
 from triton.backends import backends
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 from nvserve import kernels
@@ -36,8 +37,7 @@ _MAX_JOB_BYTES: Final = 1 << 16
 _DONE: Final = b"1"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What triton.compile needs to know of a kernel, by names that hold in both processes."""
 
     module: str
@@ -45,9 +45,20 @@ class Job:
     signature: dict[str, str]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
-    target: Any
+    target: GPUTarget
     options: dict[str, Any]
     has_new_launcher: bool  # the C code of its signature is to be compiled as well
+
+    def to_bytes(self) -> bytes:
+        """As Python's literals."""
+        target = (self.target.backend, self.target.arch, self.target.warp_size)
+        return repr(tuple(self._replace(target=target))).encode()
+
+    @classmethod
+    def from_bytes(cls, frame: bytes) -> "Job":
+        """SyntaxError or ValueError where a value was none that a literal can be of."""
+        job = cls(*ast.literal_eval(frame.decode()))
+        return job._replace(target=GPUTarget(*job.target))
 
     def compile(self) -> None:
         """Leave the kernel in the cache; no device is needed."""
@@ -69,13 +80,13 @@ class CompileServer:
         answer, to_answer = os.pipe()
         try:
             try:
-                socket.send_fds(self._to_server, [pickle.dumps(job)], [to_answer])
+                socket.send_fds(self._to_server, [job.to_bytes()], [to_answer])
             finally:
                 os.close(to_answer)
             # Only the process that compiles holds the other end now: its death ends the wait.
             is_readable, _, _ = select.select([answer], [], [], COMPILE_LIMIT_S)
             return bool(is_readable) and os.read(answer, 1) == _DONE
-        except (OSError, pickle.PicklingError) as error:
+        except OSError as error:
             logger.debug("no compile server: %s", error)
             return False
         finally:
@@ -100,6 +111,7 @@ def _serve(jobs: socket.socket) -> NoReturn:
     """Fork for each job until the worker's end is closed. Never returns to the caller's code."""
     status = 1
     try:
+        setproctitle.setproctitle("nvserve: compile server")  # workers are found by theirs
         gc.disable()  # none of these processes lives for long
         prepare()
         _know_kernels()
@@ -129,7 +141,7 @@ def _receive(jobs: socket.socket) -> tuple[Job, int]:
     frame, descriptors, _flags, _address = socket.recv_fds(jobs, _MAX_JOB_BYTES, 1)
     if not frame:
         raise EOFError
-    return pickle.loads(frame), descriptors[0]
+    return Job.from_bytes(frame), descriptors[0]
 
 
 def _answer(job: Job, answer: int) -> NoReturn:

@@ -94,6 +94,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+KEYS = """
+import importlib, pkgutil
+import nvserve.kernels
+from nvserve.kernels.launch import _Kernel
+names = [found.name for found in pkgutil.iter_modules(nvserve.kernels.__path__)]
+modules = [importlib.import_module("nvserve.kernels." + name) for name in names]
+kernels = [value for module in modules for value in vars(module).values()]
+kernels = [kernel for kernel in kernels if isinstance(kernel, _Kernel)]
+keys = {f"{kernel.__module__}.{kernel.__name__}": kernel.cache_key for kernel in ORDER(kernels)}
+print(sorted(keys.items()))
+"""
+
+
 def run(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "error::DeprecationWarning", "-c", PRELUDE + code]
@@ -108,6 +121,28 @@ def run(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 def test_a_kernel_is_compiled_by_the_server_or_else_here(code: str, tmp_path: Path) -> None:
     ended = run(code, tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_job_arrives_as_it_was_sent() -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from nvserve.kernels.compile_server import Job
+
+    options = {"num_warps": 4, "maxnreg": None, "extern_libs": (("libdevice", "/lib"),)}
+    attributes: dict[tuple[int, ...], object] = {(0,): [["tt.divisibility", 16]]}
+    target = GPUTarget("cuda", 90, 32)
+    job = Job("m", "k", {"x": "*bf16"}, {(1,): True}, attributes, target, options, True)
+    assert Job.from_bytes(job.to_bytes()) == job
+    with pytest.raises(SyntaxError):
+        Job.from_bytes(job._replace(options={"hook": print}).to_bytes())
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_which_was_asked_for_first(tmp_path: Path) -> None:
+    orders = ("list", "reversed")
+    found = [run(KEYS.replace("ORDER", order), tmp_path) for order in orders]
+    assert [one.returncode for one in found] == [0, 0], found[0].stderr + found[1].stderr
+    assert "_decode_kernel" in found[0].stdout
+    assert found[0].stdout == found[1].stdout
 
 
 def test_the_server_ends_with_its_worker(tmp_path: Path) -> None:
