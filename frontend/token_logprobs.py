@@ -54,8 +54,8 @@ def _entries(logprobs: Logprobs, token_of: dict[int, int]) -> Iterator[tuple[int
                 TokenLogprob(
                     token_id=token_of[row],
                     logprob=logprob,
-                    top_ids=ids[start:end],
-                    top_logprobs=values[start:end].tolist(),
+                    top_ids=tuple(ids[start:end]),
+                    top_logprobs=tuple(values[start:end]),
                 ),
             )
         start = end

@@ -133,12 +133,15 @@ class Accepted(ClientMessage, frozen=True, kw_only=True, tag=True):
 
 
 class TokenLogprob(ClientMessage, frozen=True, kw_only=True, tag=False):
-    """One output token's log-probability and those of the best alternatives, best first."""
+    """One output token's log-probability and those of the best alternatives, best first.
+
+    Tuples, since garbage collections stop looking at those: an answer may have thousands.
+    """
 
     token_id: int
     logprob: float
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 class Emit(ClientMessage, frozen=True, kw_only=True, tag=True):

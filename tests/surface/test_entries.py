@@ -419,7 +419,7 @@ def test_a08_zero_reports_the_chosen_token_alone(target: Asker) -> None:
     with Client(target.zmq_endpoint) as client:
         entries = client.generate("x", max_tokens=3, logprobs=0, ignore_eos=True).logprobs
     assert entries is not None
-    assert [entry.top_ids for entry in entries] == [[], [], []]
+    assert [entry.top_ids for entry in entries] == [(), (), ()]
 
 
 # -- A04: scores only ------------------------------------------------------------------------------
