@@ -91,6 +91,11 @@ class Request:
         return len(self.tokens) - 1  # the last token's KV is written by the step that follows it
 
     @property
+    def is_waiting_for_token(self) -> bool:
+        """The host must have its last token before the next step of it, and has not."""
+        return self.must_wait and self.num_planned >= len(self.tokens)
+
+    @property
     def is_finished(self) -> bool:
         return self.phase is Phase.FINISHED
 

@@ -292,6 +292,8 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> None:
         """Bring the decode list up to date; afterwards all in it can run one token."""
+        if batch.joining:
+            self._make_rows_free(batch)
         candidates = [r for r in batch.decoding if r.num_planned >= r.decode_until]
         if batch.joining:
             candidates += batch.joining
@@ -309,11 +311,23 @@ class Scheduler:
             elif request.is_decoding:
                 batch.leave(request)
 
+    def _make_rows_free(self, batch: Batch) -> None:
+        """Let the youngest leave the decode list where it has no row for an older request."""
+        limit = self._limits.max_num_batched_tokens
+        if len(batch.decoding) + len(batch.joining) <= limit:
+            return
+        ready = [r for r in batch.decoding + batch.joining if not r.is_waiting_for_token]
+        ready.sort(key=lambda request: request.order)
+        for request in ready[limit:]:
+            if request.is_decoding:
+                batch.leave(request)
+                batch.joining.append(request)
+
     def _may_decode(self, batch: Batch, request: Request) -> bool:
         """Find out how long the request may decode, growing its table or making room for that."""
         if request.num_planned >= request.max_total - 1:
             return False  # its last token is planned; the commit finishes it
-        if request.must_wait and request.num_planned >= len(request.tokens):
+        if request.is_waiting_for_token:
             batch.joining.append(request)
             return False
         while request.num_planned >= batch.tables.capacity(request) and not batch.grow(request):

@@ -176,6 +176,24 @@ def test_a_request_that_needs_its_token_on_the_host_runs_every_second_step() -> 
     assert_all_as_expected(world, [request_id, other])
 
 
+def test_rows_go_to_the_oldest_where_the_budget_has_too_few() -> None:
+    """Also when it needs its token on the host, and so none every second step."""
+    world = make_world(max_num_batched_tokens=2)
+    oldest = world.submit([2], max_tokens=10, ignore_eos=True)
+    world.request(oldest).must_wait = True
+    world.step()
+    younger = [world.submit([3, k], max_tokens=30, ignore_eos=True) for k in range(3)]
+    for _ in range(18):
+        world.send()
+        world.send()
+        world.work()
+        world.deliver()
+        world.scheduler.check()
+    assert world.outcome(oldest) == world.expected(oldest)
+    world.run()
+    assert_all_as_expected(world, younger)
+
+
 def last_width(world: World) -> int:
     """Rows of the step planned last."""
     ledger = world.scheduler.ledger
