@@ -78,7 +78,9 @@ class CompileQueue:
 
     def drop(self, request_id: int) -> None:
         """The client left; a thread at work on its grammar finishes for nothing."""
-        del self._jobs[request_id]
+        job = self._jobs.pop(request_id)
+        if job.future is None:
+            self._waiting.remove(job)
 
     def clear(self) -> None:
         self._jobs.clear()
@@ -91,7 +93,7 @@ class CompileQueue:
         for job in list(self._jobs.values()):
             result = self._result(job, now_s)
             if result is not None:
-                del self._jobs[job.submit.request_id]
+                self.drop(job.submit.request_id)
                 compiled.append((job.submit, result))
         self._begin(now_s)
         return compiled
@@ -102,8 +104,6 @@ class CompileQueue:
     def _begin(self, now_s: float) -> None:
         while self._num_free and self._waiting:
             job = self._waiting.popleft()
-            if self._jobs.get(job.submit.request_id) is not job:  # dropped or late meanwhile
-                continue
             job.begun_s = now_s
             self._num_free -= 1
             job.future = self._threads.submit(self._compile, job.submit.sampling.grammar)

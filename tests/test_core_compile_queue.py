@@ -1,6 +1,7 @@
 """Grammars compile in two threads at most; late, failed and unwanted ones hurt nobody."""
 
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +122,20 @@ def test_who_waits_too_long_for_a_thread_is_refused_for_load() -> None:
         answer = answers[asked[2].request_id]
         assert isinstance(answer, RequestRefused)
         assert answer.kind is RefusalKind.BUSY
+
+
+def test_who_leaves_before_a_thread_is_free_leaves_nothing_behind() -> None:
+    with made() as (queue, _):
+        first, second, third, late = submits("a", "b", "c", "d")
+        queue.add(first, 0.0)
+        queue.add(second, 0.0)
+        before = [sys.getrefcount(third), sys.getrefcount(late)]
+        queue.add(third, 0.0)
+        queue.drop(third.request_id)
+        queue.add(late, 0.0)
+        queue.take(QUEUE_LIMIT_S + 1)
+        assert late.request_id not in queue
+        assert [sys.getrefcount(third), sys.getrefcount(late)] == before
 
 
 def test_a_replay_is_never_late() -> None:
