@@ -185,6 +185,40 @@ def assert_same_keys(keys: torch.Tensor, apart: torch.Tensor, before: torch.Tens
     assert_close(keys[was_written], apart[was_written], TOLERANCE[keys.dtype])
 
 
+# Head size and rows of the steps that 16 bits cut in different ways.
+CUT_BY = [(128, 1), (128, 9), (128, 49), (256, 1)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the tests above reach every cut")
+@pytest.mark.parametrize("num_sms", [1, 7])
+@pytest.mark.parametrize(("head_dim", "num_rows"), CUT_BY)
+def test_every_cut_is_right_with_more_programs_than_tiles_and_with_fewer(
+    head_dim: int, num_rows: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They need triton, without which nothing is interpreted.
+    from nvserve.kernels import attention_decode
+    from nvserve.kernels.attention_plan import decode_shape, plan_decode
+
+    monkeypatch.setattr(attention_decode, "num_sms", lambda device: num_sms)
+    cut = decode_shape(torch.bfloat16, head_dim, num_rows)
+    shape, scale = (6, 2, 32, 12), 0.2
+    lengths = [cut.tile - 1, 1, cut.tile, cut.tile + 1, 2, 2 * cut.tile, 3 * cut.tile + 5]
+    q, keys, values, meta = paged_case(shape, lengths, [1] * len(lengths), torch.float32)
+    new = new_tokens(shape, len(lengths), max(lengths), torch.float32, is_normed=True)
+    tables, lens = meta.block_tables, meta.seq_lens
+    plan = plan_decode(lens, tables, shape[3], shape[1], cut)
+    out = attention_decode.decode(q, keys, values, plan, scale, cut)
+    assert_close(out, expected_attention(q, keys, values, meta, scale), 3e-6)
+    expected = expected_fused(new, keys.clone(), values.clone(), meta, scale)
+    out = attention_decode.decode_fused(new, keys, values, tables, plan, scale, cut)
+    assert_close(out, expected, 3e-6)
+    lens[[1, 3, 6]] = 0  # a row without keys, at the end too
+    plan = plan_decode(lens, tables, shape[3], shape[1], cut)
+    out = attention_decode.decode(q, keys, values, plan, scale, cut)
+    assert_close(out, expected_attention(q, keys, values, meta, scale), 3e-6)
+    assert not out[[1, 3, 6]].any()
+
+
 def test_fused_decode_of_padded_rows_writes_to_scratch_only() -> None:
     shape, lengths = (4, 2, 64, 16), [1, 40, 1, 1]
     backend = make_backend("triton", torch.float32, 64)
