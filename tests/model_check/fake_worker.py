@@ -10,9 +10,11 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from model_check import scores
 from nvserve.protocol.codec import decode_to_worker, encode
 from nvserve.protocol.messages import (
     Chunks,
+    Logprobs,
     Masks,
     ModelOutput,
     NewRows,
@@ -46,6 +48,7 @@ class Row:
     prompt: bytes
     output: bytes
     table: list[int] = field(default_factory=list)
+    num_scored: int = 0  # or passed over, of the prompt
     num_tokens: int = -1  # whose KV is computed; -1 before the first chunk
     last: int = -1  # the sampled token whose KV is not computed yet
 
@@ -84,7 +87,40 @@ class FakeWorker:
         tails = [self.rows[slot].sampling.needs_full_tail for slot, _ in sampled]
         assert received.is_full_tail == any(tails)
         tokens = pack_ids([token for _, token in sampled])
-        return ModelOutput(self.epoch, received.step, tokens, checksum=zlib.crc32(tokens))
+        return ModelOutput(
+            self.epoch,
+            received.step,
+            tokens,
+            checksum=zlib.crc32(tokens),
+            logprobs=self._score_output(sampled),
+            prompt_logprobs=self._score_prompts(received.chunks),
+        )
+
+    def _score_output(self, sampled: list[tuple[int, int]]) -> Logprobs | None:
+        found: list[tuple[int, list[int], int]] = []  # row, tokens up to the new one, alternatives
+        for index, (slot, token) in enumerate(sampled):
+            row = self.rows[slot]
+            if row.sampling.logprobs >= 0:
+                found.append((index, [*self._read(row), token], row.sampling.logprobs))
+        return scores.logprobs(*map(list, zip(*found, strict=True))) if found else None
+
+    def _score_prompts(self, chunks: Chunks | None) -> list[Logprobs | None] | None:
+        """By chunk; like a real worker, which keeps the state behind a chunk for the next one."""
+        if chunks is None:
+            return None
+        found: list[Logprobs | None] = []
+        for slot, start, count in zip(chunks.slots, chunks.starts, chunks.counts, strict=True):
+            row, positions = self.rows[slot], list(range(max(1, start), start + count))
+            num_tops = row.sampling.prompt_logprobs
+            assert num_tops < 0 or start in (0, row.num_scored), "the state before it is missing"
+            row.num_scored = start + count
+            if num_tops < 0 or not positions:
+                found.append(None)
+                continue
+            text = self._read(row)
+            texts = [text[: position + 1] for position in positions]
+            found.append(scores.logprobs(positions, texts, [num_tops] * len(positions)))
+        return found if any(found) else None
 
     def _apply(self, output: SchedulerOutput) -> None:
         for slot in output.freed or []:

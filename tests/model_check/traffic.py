@@ -89,6 +89,8 @@ class Traffic:
             min_tokens=draw.choice([0, 0, min(3, max_tokens)]),
             ignore_eos=draw.random() < 0.7,
             stop_token_ids=[draw.randrange(97)] if draw.random() < 0.2 else [],
+            logprobs=draw.choice([-1, -1, -1, 0, 2]),
+            prompt_logprobs=draw.choice([-1] * 9 + [0, 1]) if max_tokens else -1,
             presence_penalty=draw.choice([0.0, 0.0, 0.5]),
             bad_words=self.bad_words(prompt, seed) if draw.random() < 0.15 else [],
             grammar="every third" if draw.random() < 0.15 else "",

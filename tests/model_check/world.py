@@ -7,6 +7,7 @@ blocks or steps. Used by unit tests step by step and by the model checks at rand
 from collections import deque
 from dataclasses import dataclass, field
 
+from model_check import scores
 from model_check.fake_worker import FakeWorker, next_token
 from nvserve.core.limits import Limits
 from nvserve.core.replies import Replies, Reply
@@ -44,6 +45,7 @@ class Entry:
     ended_by: set[FinishReason] = field(default_factory=set)  # asked for from outside
     cached: int = -1
     strikes: int = 0
+    num_scored: int = 0  # positions of the prompt, the first included, whose logprobs came
     reference: tuple[list[int], FinishReason] | None = None
 
 
@@ -238,6 +240,8 @@ class World:
             assert emits.firsts[index] == len(entry.emitted), "tokens are missing or repeated"
             entry.emitted += tokens[start : start + emits.counts[index]]
             start += emits.counts[index]
+            known = (entry.emitted, entry.num_scored)
+            entry.num_scored = scores.check(emits, index, entry.submit, *known)
             entry.cached = emits.cached[index]
             if emits.finishes[index] is not FinishReason.NONE:
                 entry.finish = emits.finishes[index]
