@@ -172,7 +172,7 @@ class History:
         limits = make_limits(
             rig.device,
             max_num_seqs=draw.choice([1, 3, MAX_SEQS, MAX_SEQS]),
-            max_num_batched_tokens=draw.choice([7, 16, 33, 64, 256]),
+            max_num_batched_tokens=draw.choice([2, 7, 16, 33, 64, 256]),
             max_bypasses=draw.choice([0, 3, 32]),
         )
         self._joint = Joint(rig.device, limits, self._num_blocks)
