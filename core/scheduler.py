@@ -36,10 +36,11 @@ from nvserve.protocol.messages import (
 class Scheduler:
     """Continuous batching with chunked prefill, first come first served within a priority.
 
-    Running requests decode first, one token each; what is left of the step's budget goes to prompts
-    in chunks, and a prompt is admitted only when all its blocks are free. When a decode finds no
-    block, the youngest running request is preempted and later starts again from its tokens. Small
-    requests may pass one that waits for blocks, but only `max_bypasses` times.
+    Running requests decode first, one token each, the oldest ones where the budget is smaller than
+    their number; what is left of it goes to prompts in chunks, and a prompt is admitted only when
+    all its blocks are free. When a decode finds no block, the youngest running request is preempted
+    and later starts again from its tokens. Small requests may pass one that waits for blocks, but
+    only `max_bypasses` times.
     """
 
     def __init__(self, limits: Limits, replies: Replies, hash_key: bytes) -> None:
