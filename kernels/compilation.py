@@ -1,4 +1,4 @@
-"""Kernels compiled ahead, side by side: by the compile server while there is one, else in threads.
+"""Kernels compiled ahead, side by side: in other processes where there are any, else in threads.
 
 What is found in the kernel cache is only loaded.
 """
@@ -9,15 +9,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
+from triton.backends import backends
 from triton.compiler import ASTSource
 
-from nvserve.kernels import compile_server
-from nvserve.kernels.compile_server import Job, fork_server
 from nvserve.kernels.dispatch import INTERPRETED
+
+Elsewhere = Callable[[ASTSource, Any, dict[str, Any]], bool]
 
 
 class _HeldBack(threading.local):
@@ -51,55 +52,25 @@ class Source(ASTSource):  # type: ignore[misc]
             return super().make_ir(*arguments, **options)
 
 
-class _Server:
-    """The compile server, and which signatures' launchers it was asked for."""
-
-    def __init__(self) -> None:
-        self._server: Final = fork_server()
-        self._signatures: Final[set[str]] = set()
-        self._lock: Final = threading.Lock()
-
-    def compile(self, source: Source, target: Any, options: dict[str, Any]) -> None:
-        signature = str(source.signature)
-        with self._lock:
-            is_new = signature not in self._signatures
-            self._signatures.add(signature)
-        kernel, constants, attributes = source.fn, source.constants, source.attrs
-        names = kernel.__module__, kernel.__name__
-        job = Job(*names, source.signature, constants, attributes, target, options, is_new)
-        self._server.compile(job)
-
-    def close(self) -> None:
-        self._server.close()
+_elsewhere: Elsewhere | None = None
 
 
-_server: _Server | None = None
-
-
-def start_server() -> None:
-    """From now on a process of its own compiles. Before this one's first thread, and its device."""
-    global _server
-    _server = _Server()
-
-
-def stop_server() -> None:
-    """From now on this process compiles."""
-    global _server
-    if _server is not None:
-        _server.close()
-        _server = None
+def set_elsewhere(compile_elsewhere: Elsewhere | None) -> None:
+    """Have kernels compiled into the cache by this function, which says whether it did."""
+    global _elsewhere
+    _elsewhere = compile_elsewhere
 
 
 def compile_source(source: Source, target: Any, options: dict[str, Any], **others: Any) -> Any:
-    """triton.compile, for which the compile server fills the cache while there is one."""
+    """triton.compile, of what is not in the cache elsewhere if there is such a function."""
     arguments = {"target": target, "options": options, **others}
-    server = _server
-    if server is not None:
+    compile_elsewhere = _elsewhere
+    if compile_elsewhere is not None:
         source.is_only_looked_up = True
         try:
             return triton.compile(source, **arguments)
         except _NotCached:
-            server.compile(source, target, options)
+            compile_elsewhere(source, target, options)
         finally:
             source.is_only_looked_up = False
     return triton.compile(source, **arguments)
@@ -173,8 +144,19 @@ def prepare() -> threading.Thread:
 
     def read_all() -> None:
         if torch.cuda.is_available():
-            compile_server.prepare()
+            prepare_triton()
 
     thread = threading.Thread(target=read_all, name="triton", daemon=True)
     thread.start()
     return thread
+
+
+def prepare_triton() -> None:
+    """See prepare(). Opens no device.
+
+    Triton builds a library of its own to reach the driver, and hashes all of itself.
+    """
+    triton.runtime.driver.set_active(backends["nvidia"].driver())
+    for module in (triton.runtime.cache, triton.compiler.compiler):  # by version
+        if hasattr(module, "triton_key"):
+            module.triton_key()

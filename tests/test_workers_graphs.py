@@ -33,11 +33,14 @@ class Pool:
 
     def __init__(self) -> None:
         self.is_due = True
+        self.is_full = False
 
     def rehearse(self, function: Callable[[], object]) -> None:
         function()
 
     def capture(self, function: Callable[[], Any]) -> tuple[Recorded, Any]:
+        if self.is_full:
+            raise torch.OutOfMemoryError
         return Recorded(function), function()
 
 
@@ -112,14 +115,51 @@ def test_captures_under_load_wait_for_their_time() -> None:
     graphs.capture_next()
     pool.is_due = False
     graphs.capture_for(1)
+    graphs.capture_forward_for(1)
     assert graphs.forward(1) is None
     assert widths == [16]
+
+
+def test_a_wider_forward_pass_serves_until_the_fitting_one_is_captured() -> None:
+    graphs, pool, _ = make_graphs(16)
+    graphs.capture_next()
+    graphs.capture_forward_for(3)
+    graphs.capture_for(3)
+    pool.is_due = False
+    graphs.capture_forward_for(3)
+    found = graphs.forward(3)
+    assert found is not None
+    assert found[0][0, 0] == 16  # of the wide one
+    pool.is_due = True
+    graphs.capture_forward_for(3)
+    found = graphs.forward(3)
+    assert found is not None
+    assert found[0][0, 0] == 3
+
+
+def test_a_capture_that_failed_is_not_tried_again() -> None:
+    graphs, pool, widths = make_graphs(16)
+    graphs.capture_next()
+    pool.is_full = True
+    for attempt in (graphs.capture_for, graphs.capture_forward_for):
+        with pytest.raises(torch.OutOfMemoryError):
+            attempt(3)
+        attempt(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture_next()
+    pool.is_full = False
+    while graphs.capture_next():
+        pass
+    assert widths == [16, 8, 4, 2, 1]
+    assert graphs.forward(3) is None
 
 
 def test_the_forward_pass_alone_is_captured_when_a_full_tail_needs_it() -> None:
     graphs, _, _ = make_graphs(8)
     while graphs.capture_next():
         pass
+    assert graphs.forward(3) is None
+    graphs.capture_forward_for(3)
     found = graphs.forward(3)
     assert found is not None
     hidden, positions = found

@@ -93,6 +93,34 @@ def test_capturing_ahead_of_any_step_changes_no_request(
     assert len(pool.graphs) == num_captured, "every bucket was there"
 
 
+class FullPool(RecordingPool):
+    """Has no memory for any graph."""
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Recorded, torch.Tensor]:
+        raise torch.OutOfMemoryError("no room for a graph")
+
+
+def test_steps_go_on_without_the_graphs_that_could_not_be_captured(
+    model: tuple[Path, list[list[int]], list[Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, prompts, expected = model
+    torch.set_num_threads(1)
+    runner = (driver := make_driver(folder, tmp_path)).runner
+    pool, batch = cast(GraphPool, FullPool()), runner.batch
+    functions = (runner.plain_step, runner.decode_forward)
+    runner.graphs = DecodeGraphs(pool, *functions, batch.rows, batch.padding, len(prompts))
+    runner._mixed_graphs = MixedGraphs(pool, runner.mixed_step, batch, runner._staging)
+    asks = [Ask(prompt, NUM_NEW, start_step=i) for i, prompt in enumerate(prompts)]
+    assert driver.generate(asks, chunk_tokens=7) == expected
+    kinds = {record.message for record in caplog.records}
+    assert kinds == {"steps of one kind go without a CUDA graph: no room for a graph"}
+    while runner.capture_next():
+        pass
+    assert runner.graphs.num_captured == 0
+
+
 def test_captures_write_to_no_block_but_scratch(
     model: tuple[Path, list[list[int]], list[Any]], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def bucket_sizes(max_rows: int) -> list[int]:
 class _Captured:
     step: torch.cuda.CUDAGraph
     ids: torch.Tensor  # [bucket] int32, written by `step`
+    is_forward_tried: bool = False
     forward: torch.cuda.CUDAGraph | None = None
     hidden: torch.Tensor | None = None  # [bucket, N], written by `forward`, like
     positions: torch.Tensor | None = None  # [bucket] int64, of the new tokens
@@ -183,12 +184,23 @@ class DecodeGraphs:
     def capture_for(self, num_rows: int) -> None:
         """Behind a step of num_rows: capture its bucket, if it is missed and the time has come."""
         fitting = next((size for size in self.sizes if size >= num_rows), None)
-        if fitting is None or fitting in self._captured or not self._pool.is_due:
+        if fitting not in self._missing or not self._pool.is_due:
             return
         found = self._find(num_rows)
         if found is None or found[0] >= fitting * WORTH_WIDTH:
-            self._missing.remove(fitting)
+            self._missing.remove(fitting)  # also if it fails, as it then would again
             self._capture(fitting)
+
+    def capture_forward_for(self, num_rows: int) -> None:
+        """Ahead of a full tail: capture its forward pass, if it is missed and the time has come."""
+        found = self._find(num_rows)
+        if found is None or found[1].is_forward_tried or not self._pool.is_due:
+            return
+        size, captured = found
+        captured.is_forward_tried = True
+        rows = self._rows[:size]
+        captured.forward, results = self._pool.capture(lambda: self._forward(rows))
+        captured.hidden, captured.positions = results
 
     def capture_next(self) -> bool:
         """Capture the largest bucket still missing; True while there are more."""
@@ -203,10 +215,11 @@ class DecodeGraphs:
         graph, ids = self._pool.capture(lambda: self._step(rows))
         self._captured[size] = _Captured(graph, ids)
 
-    def _find(self, num_rows: int) -> tuple[int, _Captured] | None:
+    def _find(self, num_rows: int, *, has_forward: bool = False) -> tuple[int, _Captured] | None:
         for size in self.sizes:
-            if size >= num_rows and size in self._captured:
-                return size, self._captured[size]
+            captured = self._captured.get(size) if size >= num_rows else None
+            if captured is not None and (captured.forward is not None or not has_forward):
+                return size, captured
         return None
 
     def forward(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -214,16 +227,11 @@ class DecodeGraphs:
 
         The results are the graph's own memory: use them before the next replay of any bucket.
         """
-        found = self._find(num_rows)
+        found = self._find(num_rows, has_forward=True)
         if found is None:
             return None
-        size, captured = found
-        if captured.forward is None:
-            if not self._pool.is_due:
-                return None
-            rows = self._rows[:size]
-            captured.forward, results = self._pool.capture(lambda: self._forward(rows))
-            captured.hidden, captured.positions = results
+        captured = found[1]
+        assert captured.forward is not None
         assert captured.hidden is not None
         assert captured.positions is not None
         captured.forward.replay()

@@ -297,7 +297,8 @@ def _make_device(child: Child) -> Engine:
 
     if config.device == "cuda" and HAS_TRITON:
         # Triton is absent from CPU-only installs.
-        from nvserve.kernels.compilation import prepare, start_server
+        from nvserve.kernels.compilation import prepare
+        from nvserve.workers.compile_server import start_server
 
         start_server()
         prepare()  # goes on beside the loading of weights

@@ -50,6 +50,7 @@ class MixedGraphs:
         max_rows = batch.num_slots - 1
         self._row_sizes: Final = sorted({min(size, max_rows) for size in ROW_SIZES})
         self._captured: Final[dict[tuple[int, int], _Captured]] = {}
+        self._tried: Final[set[tuple[int, int]]] = set()  # what failed would fail again
         # What each bucket reads, by its number of tokens.
         self._columns: Final = {size: self._make_columns(size) for size in self._token_sizes}
 
@@ -71,38 +72,47 @@ class MixedGraphs:
         missing = [
             bucket
             for bucket in product(self._row_sizes, self._token_sizes)
-            if bucket not in self._captured
+            if bucket not in self._tried
         ]
         if not missing:
             return False
         self._capture(*missing[0])
         return len(missing) > 1
 
-    def _capture(self, num_rows: int, num_tokens: int) -> _Captured:
-        """Leaves padding in the columns."""
-        rows, (packed, columns) = self._batch.rows[:num_rows], self._columns[num_tokens]
-        packed.copy_(torch.from_numpy(self._padding(num_tokens).packed()))
-        self._pool.rehearse(lambda: self._step(self._batch.padding[:num_rows], columns))
-        captured = _Captured(*self._pool.capture(lambda: self._step(rows, columns)))
-        self._captured[num_rows, num_tokens] = captured
-        return captured
+    def capture_for(self, chunks: Chunks, num_rows: int) -> None:
+        """Ahead of such a step: capture its bucket, if it is missed and the time has come."""
+        bucket = self._bucket_of(chunks, num_rows)
+        if bucket is not None and bucket not in self._tried and self._pool.is_due:
+            self._capture(*bucket)
 
-    def step(self, chunks: Chunks, num_rows: int) -> torch.Tensor | None:
-        """Replay a step of the first num_rows decode rows and these chunks, with the plain tail.
-
-        Returns the ids of the rows, then of the chunks that sample, [R] int32; None if the step has
-        no bucket, or it is not the time to capture it.
-        """
+    def _bucket_of(self, chunks: Chunks, num_rows: int) -> tuple[int, int] | None:
         num_tokens = sum(chunks.counts)
         tokens = next((size for size in self._token_sizes if size >= num_tokens), None)
         width = next((size for size in self._row_sizes if size >= num_rows), None)
         if tokens is None or width is None or len(chunks.slots) >= MAX_CHUNKS:
             return None
-        captured = self._captured.get((width, tokens))
-        if captured is None and not self._pool.is_due:
+        return width, tokens
+
+    def _capture(self, num_rows: int, num_tokens: int) -> None:
+        """Leaves padding in the columns."""
+        self._tried.add((num_rows, num_tokens))
+        rows, (packed, columns) = self._batch.rows[:num_rows], self._columns[num_tokens]
+        packed.copy_(torch.from_numpy(self._padding(num_tokens).packed()))
+        self._pool.rehearse(lambda: self._step(self._batch.padding[:num_rows], columns))
+        captured = _Captured(*self._pool.capture(lambda: self._step(rows, columns)))
+        self._captured[num_rows, num_tokens] = captured
+
+    def step(self, chunks: Chunks, num_rows: int) -> torch.Tensor | None:
+        """Replay a step of the first num_rows decode rows and these chunks, with the plain tail.
+
+        Returns the ids of the rows, then of the chunks that sample, [R] int32; None if the step has
+        no bucket, or one that is not captured.
+        """
+        bucket = self._bucket_of(chunks, num_rows)
+        captured = self._captured.get(bucket) if bucket is not None else None
+        if bucket is None or captured is None:
             return None
-        if captured is None:
-            captured = self._capture(width, tokens)
+        width, tokens = bucket
         arrays = ChunkArrays.of(chunks).padded(tokens, MAX_CHUNKS, self._batch.scratch)
         self._staging.upload_into(self._columns[tokens][0], arrays.packed())
         captured.graph.replay()

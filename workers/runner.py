@@ -101,7 +101,23 @@ class Runner:
         """Capture one more bucket, while no step is in flight; True while more are missing."""
         if self.graphs is None or self._mixed_graphs is None or self._is_in_step:
             return False
-        return self.graphs.capture_next() or self._mixed_graphs.capture_next()
+        with self._optional():
+            return self.graphs.capture_next() or self._mixed_graphs.capture_next()
+        return True  # the next one may do
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """A graph that cannot be captured, for want of memory above all, costs speed, not a step.
+
+        In a group the others may have captured it, and would wait for this rank's collectives.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._is_in_step:
+                raise
+            self._pace.note_capture()
+            logger.warning("steps of one kind go without a CUDA graph: %s", error)
 
     def clear(self) -> None:
         """Forget every request: a new epoch begins."""
@@ -125,7 +141,8 @@ class Runner:
         else:
             pending = self._decode(step, stopwatch)
             if self.graphs is not None and self.batch.decoding:
-                self.graphs.capture_for(len(self.batch.decoding))
+                with self._optional():
+                    self.graphs.capture_for(len(self.batch.decoding))
         self._staging.end()
         return pending
 
@@ -180,7 +197,7 @@ class Runner:
 
     def _compile_full_tail(self) -> None:
         """The last kernels that are known of before a step needs them."""
-        from nvserve.kernels.compilation import stop_server  # see compile_kernels
+        from nvserve.workers.compile_server import stop_server  # see compile_kernels
 
         try:
             self._sampler.compile_full(self.model.device)
@@ -213,7 +230,11 @@ class Runner:
         if not slots:
             return PendingStep(rows.int(), [], None, None, stopwatch, self._staging)
         if step.is_full_tail:
-            replayed = None if self.graphs is None else self.graphs.forward(len(slots))
+            replayed = None
+            if self.graphs is not None:
+                with self._optional():
+                    self.graphs.capture_forward_for(len(slots))
+                replayed = self.graphs.forward(len(slots))
             hidden, positions = replayed or self.decode_forward(rows)
             sampled = self._sample(step, hidden, rows, positions, slots)
             ids = self.batch.advance(rows, sampled.ids, positions, sampled.values)
@@ -261,6 +282,8 @@ class Runner:
         slots = decoding + list(compress(step.chunks.slots, step.chunks.samples))
         is_scored = self._scorer.is_wanted(step.chunks)
         if self._mixed_graphs is not None and not step.is_full_tail and not is_scored:
+            with self._optional():
+                self._mixed_graphs.capture_for(step.chunks, len(decoding))
             replayed = self._mixed_graphs.step(step.chunks, len(decoding))
             if replayed is not None:
                 return PendingStep(replayed, slots, None, None, stopwatch, self._staging)

@@ -20,12 +20,12 @@ CANARY = 77.0
 BLOCK_SIZE = 4
 
 
-def make(tmp_path: Path, dtype: str, *, is_eager: bool) -> StepDriver:
+def make(tmp_path: Path, dtype: str, *, is_eager: bool, captures_ahead: bool = True) -> StepDriver:
     folder = tmp_path / f"{dtype}-{is_eager}"
     folder.mkdir()
     changes: dict[str, object] = {"device": "cuda", "dtype": dtype, "enforce_eager": is_eager}
     driver = make_driver(DEMO_MODEL, folder, max_num_seqs=42, **changes)
-    while driver.runner.capture_next():
+    while captures_ahead and driver.runner.capture_next():
         pass
     return driver
 
@@ -60,6 +60,18 @@ def test_graphs_are_eager_steps_and_touch_only_blocks_of_their_rows(
         for pool in (keys, values):
             assert (pool[1 : NUM_BLOCKS - num_used] == CANARY).all(), "an unused block was written"
             assert (pool[-1] != CANARY).any(), "the last block was not used"
+
+
+def test_graphs_captured_behind_steps_that_run_are_eager_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvserve.workers.graphs.CAPTURE_EVERY_S", 0.0)
+    eager = make(tmp_path, "float32", is_eager=True)
+    graphs = make(tmp_path, "float32", is_eager=False, captures_ahead=False)
+    assert graphs.runner.graphs is not None
+    for batch in (40, 1, 17, 3, 24, 8, 33, 2):
+        assert graphs.generate(asks(batch)) == eager.generate(asks(batch)), f"batch {batch}"
+    assert graphs.runner.graphs.num_captured > 6
 
 
 def last_logits(driver: StepDriver, prompt: list[int]) -> torch.Tensor:
