@@ -18,6 +18,7 @@ from nvserve.frontend import exchange, http_server
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.exchange import ClientGone, Exchange, Receive, Scope, Send
+from nvserve.frontend.held_bodies import HeldBodies
 from nvserve.frontend.http_server import Server
 
 NUM_SLOW = 500
@@ -44,7 +45,8 @@ class App:
         body = {"/big": BIG, "/small": SMALL}.get(scope["path"], b"ok")
         try:
             if request.method == "POST":
-                await request.read_json(lambda num_bytes: None)
+                with HeldBodies().one() as held:
+                    await request.read_json(held)
             await request.respond(body)
         except ApiError as error:
             await request.respond_error(error)
