@@ -41,6 +41,13 @@ class Admission:
             return None
         return self._make_request(submit, matcher, num_usable_blocks)
 
+    def pop_late(self, now: float) -> list[tuple[Submit, Matcher | None]]:
+        """Let go of those held whose deadline has passed."""
+        late = [held for held in self.held.values() if 0 < held[0].deadline <= now]
+        for submit, _ in late:
+            del self.held[submit.request_id]
+        return late
+
     def _check_load(self, num_waiting: int, num_running: int) -> None:
         """Refuse when more would wait than the limit and the free slots allow."""
         num_free_slots = self._limits.max_num_seqs - num_running

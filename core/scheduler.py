@@ -74,14 +74,19 @@ class Scheduler:
         if self.holds(message.request_id):
             self.counters.dropped += 1
             return
-        batch = self.batch
+        pool = self.batch.tables.pool if self.batch is not None else None
+        self._take(message, matcher, num_compiling, pool.num_usable if pool is not None else None)
+
+    def _take(
+        self, message: Submit, matcher: Matcher | None, num_compiling: int, num_blocks: int | None
+    ) -> None:
         try:
             request = self._admission.take(
                 message,
                 matcher,
                 num_waiting=len(self.waiting) + num_compiling,
-                num_running=len(batch) if batch is not None else 0,
-                num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
+                num_running=len(self.batch) if self.batch is not None else 0,
+                num_usable_blocks=num_blocks,
             )
         except RequestRefused as refusal:
             self.refuse(message, refusal)
@@ -117,6 +122,8 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Finish requests whose deadline has passed; `now` in UNIX seconds."""
+        for message, matcher in self._admission.pop_late(now):  # accepted by a pool of any size
+            self._take(message, matcher, 0, 2**63)
         for request_id in self._deadlines.pop_passed(now):
             request = self.requests.get(request_id)
             if request is not None and 0 < request.deadline <= now:

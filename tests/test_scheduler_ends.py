@@ -1,6 +1,6 @@
 """Requests that end from outside: aborts, stop strings, deadlines, a frontend that died."""
 
-from model_check.cases import assert_all_as_expected, assert_empty, make_world
+from model_check.cases import assert_all_as_expected, assert_empty, make_world, refusal
 
 from nvserve.protocol.messages import (
     FinishReason,
@@ -85,6 +85,33 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     assert [world.outcome(k)[1] for k in ids] == [FinishReason.DEADLINE] * 2
     world.run()
     assert_all_as_expected(world, [patient])
+
+
+def test_a_deadline_does_not_wait_for_the_pool() -> None:
+    """Before the first epoch of a core: one that is new, and one that follows another."""
+    world = make_world()
+    deadline = world.now + 5
+    begun = world.submit([4, 3], max_tokens=40, ignore_eos=True, deadline=deadline)
+    for _ in range(3):
+        world.step()
+    world.start_core()
+    replay = world.replay(world.entry(begun))
+    world.entry(begun).answer = None
+    world.scheduler.submit(replay)
+    late = world.submit([2, 3], max_tokens=40, ignore_eos=True, deadline=deadline)
+    bad = world.submit([97], deadline=deadline)
+    patient = world.submit([2, 3], max_tokens=3, ignore_eos=True)
+    world.expire(4.0)
+    assert not world.closed
+    world.expire(2.0)
+    assert world.outcome(begun) == (world.expected(begun)[0][:3], FinishReason.DEADLINE)
+    assert world.outcome(late) == ([], FinishReason.DEADLINE)
+    assert refusal(world, bad).param == "prompt"
+    assert world.entry(patient).answer is None
+    world.start_epoch()
+    world.run()
+    assert_all_as_expected(world, [patient])
+    assert_empty(world)
 
 
 def test_a_new_frontend_frees_what_the_old_one_left() -> None:
