@@ -21,7 +21,6 @@ from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
 from nvserve.frontend.generation import Choice, Delta, Generation, Plan
-from nvserve.frontend.held_bodies import HeldBodies
 from nvserve.frontend.id_texts import IdTexts
 from nvserve.frontend.params import check_ids
 from nvserve.frontend.responses import (
@@ -141,37 +140,36 @@ class _Api:
     def __init__(self, service: Service) -> None:
         self._service: Final = service
         self._tokenizer: Final = service.tokenizer
-        self._held: Final = HeldBodies()
         self._turns: Final = Turns()
         self._texts: Final = IdTexts(service.tokenizer.vocabulary, self._turns)
 
     async def _body(self, body_type: type[T], exchange: Exchange) -> T:
-        """The body, checked."""
+        """The body, checked. Its reader is counted as working: a drain ends what has not come."""
+        self._service.check_open()
         max_ids = self._service.config.max_model_len
-        with self._held.one() as held:
+        with self._service.bodies.one() as held:
             raw = await exchange.read_json(held)
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
-            # A drain waits for those in the queue, and each then hears that it is over.
-            with self._service.working():
-                async with self._turns.one(exchange):
-                    self._service.check_open()
-                    return parse(body_type, raw, max_ids)
+            async with self._turns.one(exchange):
+                self._service.check_open()
+                return parse(body_type, raw, max_ids)
 
     # -- generation ------------------------------------------------------------------------------
 
     async def completions(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        await self._generate(exchange, *await self._completion(exchange))
+        with self._service.working():
+            await self._generate(exchange, *await self._completion(exchange))
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        await self._generate(exchange, *await self._chat(exchange))
+        with self._service.working():
+            await self._generate(exchange, *await self._chat(exchange))
 
     # These hold the body no longer than it takes to plan it, since its prompt may be very long.
 
     async def _completion(self, exchange: Exchange) -> tuple[Plan, Shape, list[str]]:
-        self._service.check_open()
         timeout_s = exchange.timeout_s()
         body = await self._body(CompletionBody, exchange)
         self._service.check_model(body.model)
@@ -182,7 +180,6 @@ class _Api:
         return plan, self._shape(body, is_chat=False), echoed
 
     async def _chat(self, exchange: Exchange) -> tuple[Plan, Shape, list[str]]:
-        self._service.check_open()
         timeout_s = exchange.timeout_s()
         body = await self._body(ChatBody, exchange)
         self._service.check_model(body.model)
@@ -214,15 +211,14 @@ class _Api:
         generation = self._service.generation(plan)
         splitters = self._service.splitters(plan) if shape.is_chat else None
         outputs = None if splitters is None else [ChatOutput(one) for one in splitters]
-        with self._service.working():
-            try:
-                async with exchange.watching(generation.abort):
-                    if shape.is_stream:
-                        await self._stream(exchange, generation, shape, echoed, outputs)
-                    else:
-                        await self._answer_whole(exchange, generation, shape, echoed, outputs)
-            finally:
-                generation.abort()  # whatever failed here, core frees the request
+        try:
+            async with exchange.watching(generation.abort):
+                if shape.is_stream:
+                    await self._stream(exchange, generation, shape, echoed, outputs)
+                else:
+                    await self._answer_whole(exchange, generation, shape, echoed, outputs)
+        finally:
+            generation.abort()  # whatever failed here, core frees the request
 
     async def _answer_whole(
         self,
@@ -309,42 +305,44 @@ class _Api:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = await self._body(TokenizeBody, exchange)
-        self._service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        if body.messages is not None and body.add_special_tokens:
-            raise invalid("add_special_tokens", "the chat template writes them itself")
-        if body.messages is None and body.add_generation_prompt is not None:
-            raise invalid("add_generation_prompt", "needs messages")
-        if body.messages is not None:
-            tokens = await self._tokenizer.encode_chat(
-                plain_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-            )
-        else:
-            (tokens,) = await self._tokenizer.encode(
-                [body.prompt or ""],
-                param="prompt",
-                add_special_tokens=body.add_special_tokens is not False,
-            )
-        document = {
-            "count": len(tokens),
-            "max_model_len": self._service.config.max_model_len,
-            "tokens": tokens,
-        }
-        await exchange.respond(_encode(document))
+        with self._service.working():
+            body = await self._body(TokenizeBody, exchange)
+            self._service.check_model(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise invalid("prompt", "give either prompt or messages")
+            if body.messages is not None and body.add_special_tokens:
+                raise invalid("add_special_tokens", "the chat template writes them itself")
+            if body.messages is None and body.add_generation_prompt is not None:
+                raise invalid("add_generation_prompt", "needs messages")
+            if body.messages is not None:
+                tokens = await self._tokenizer.encode_chat(
+                    plain_messages(body.messages),
+                    add_generation_prompt=body.add_generation_prompt is not False,
+                )
+            else:
+                (tokens,) = await self._tokenizer.encode(
+                    [body.prompt or ""],
+                    param="prompt",
+                    add_special_tokens=body.add_special_tokens is not False,
+                )
+            document = {
+                "count": len(tokens),
+                "max_model_len": self._service.config.max_model_len,
+                "tokens": tokens,
+            }
+            await exchange.respond(_encode(document))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = await self._body(DetokenizeBody, exchange)
-        self._service.check_model(body.model)
-        num_tokens, most = len(body.tokens), self._service.config.max_model_len
-        if num_tokens > most:
-            raise invalid("tokens", f"holds {num_tokens} ids, at most {most} are allowed")
-        check_ids(body.tokens, self._service.limits, "tokens")
-        (text,) = await self._texts.of([body.tokens], exchange, skip_special=False)
-        await exchange.respond(_encode({"prompt": text}))
+        with self._service.working():
+            body = await self._body(DetokenizeBody, exchange)
+            self._service.check_model(body.model)
+            num_tokens, most = len(body.tokens), self._service.config.max_model_len
+            if num_tokens > most:
+                raise invalid("tokens", f"holds {num_tokens} ids, at most {most} are allowed")
+            check_ids(body.tokens, self._service.limits, "tokens")
+            (text,) = await self._texts.of([body.tokens], exchange, skip_special=False)
+            await exchange.respond(_encode({"prompt": text}))
 
     # -- the server itself -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What both doors share: from a checked body to a running generation, and whether we are open.
 
-Owns the tokenizer, the engine and the set of open generations. Knows bodies and plans; never a
-connection.
+Owns the tokenizer, the engine, the room of large bodies and the set of open generations. Knows
+bodies and plans; never a connection.
 """
 
 import time
@@ -18,6 +18,7 @@ from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
 from nvserve.frontend.grammars import resolve_grammar
+from nvserve.frontend.held_bodies import HeldBodies
 from nvserve.frontend.ongoing import Ongoing, have_ended
 from nvserve.frontend.params import (
     Limits,
@@ -60,6 +61,7 @@ class Service:
         self.config: Final = config
         self.tokenizer: Final = tokenizer
         self.engine: Final = engine
+        self.bodies: Final = HeldBodies()
         self.condition = Condition(State.LOADING)
         self.is_draining = False
         self._is_restarting = False  # draining for another frontend's sake
@@ -82,11 +84,9 @@ class Service:
 
         What its client resumes at another frontend is taken until this one is replaced.
         """
-        if self.condition.state is State.FAILED:  # another try would not help
-            raise ApiError(503, self._farewell())
         is_closed = self.is_draining and not (is_resumable and self._is_restarting)
-        if is_closed or self.condition.state is State.DRAINING:
-            raise ApiError(503, self._farewell(), retry_after_s=CLOSED_RETRY_AFTER_S)
+        if is_closed or self.condition.state in (State.FAILED, State.DRAINING):
+            raise self._closed()
 
     @property
     def state(self) -> State:
@@ -116,9 +116,11 @@ class Service:
     async def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
         """Refuse what is new, wait for what runs, and end the rest after the timeout.
 
+        A body that has not come whole yet is new.
         For a restart what is resumable goes on: its client takes it to the next frontend.
         """
         self.is_draining, self._is_restarting = True, is_restart
+        self.bodies.end_uploads(self._closed())
         kinds = [self._bound, self._resumable] + ([] if is_restart else [self._passing])
         if await have_ended(timeout_s, *kinds):
             return
@@ -126,6 +128,12 @@ class Service:
             if not (is_restart and generation.is_resumable):
                 generation.abort(ApiError(503, self._farewell(), code="aborted"))
         await have_ended(1.0, *([self._bound] if is_restart else kinds))
+
+    def _closed(self) -> ApiError:
+        """The 503 of what comes too late; after a failure, another try would not help."""
+        is_failed = self.condition.state is State.FAILED
+        retry_after_s = None if is_failed else CLOSED_RETRY_AFTER_S
+        return ApiError(503, self._farewell(), retry_after_s=retry_after_s)
 
     def _farewell(self) -> str:
         """Why nothing is accepted any more, and what was accepted ends now."""

@@ -32,11 +32,13 @@ IDS = [72, 101, 300, 33] * 2_500
 class Client:
     """One request to the application, and what came of it."""
 
-    def __init__(self, path: str, body: Any) -> None:
+    def __init__(self, path: str, body: Any, *, is_whole: bool = True) -> None:
         self.is_gone = False
+        self.status = 0
         self.answer = b""
+        self.is_read = False  # what there is of its body
         self._raw = json.dumps(body).encode()
-        self._is_read = False
+        self._is_whole = is_whole
         self.scope = {
             "type": "http",
             "http_version": "1.1",
@@ -49,12 +51,13 @@ class Client:
         }
 
     async def receive(self) -> dict[str, Any]:
-        if self._is_read:
+        if self.is_read:
             await asyncio.Event().wait()
-        self._is_read = True
-        return {"type": "http.request", "body": self._raw, "more_body": False}
+        self.is_read = True
+        return {"type": "http.request", "body": self._raw, "more_body": not self._is_whole}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.status = message.get("status", self.status)
         self.answer += message.get("body", b"")
 
 
@@ -129,6 +132,56 @@ def test_an_echo_of_many_ids_is_given_up_when_its_client_has_gone(tmp_path: Path
         client = Client("/v1/completions", {"prompt": [IDS, IDS], "echo": True})
         await served.answer(client, lambda num: setattr(client, "is_gone", num > 10))
         assert client.answer == b""
+
+    run(tmp_path, story)
+
+
+async def drained(served: Served, client: Client, begun: Callable[[], bool]) -> None:
+    """Drain once the request has come so far; it has its answer when the drain is over."""
+    answering = asyncio.create_task(served.answer(client))
+    async with asyncio.timeout(LIMIT_S):
+        while not begun():
+            await asyncio.sleep(0)
+        assert not client.answer
+        await served.service.drain(LIMIT_S)
+        assert client.answer
+        await answering
+
+
+@pytest.mark.usefixtures("one_stride_a_turn")
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": [IDS, IDS], "echo": True}, 503),
+        ("/v1/completions", {"prompt": "a b c " * 1000}, 503),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 3000}]}, 503),
+        ("/tokenize", {"prompt": "a b c " * 1000}, 200),
+        ("/detokenize", {"tokens": IDS}, 200),
+    ],
+    ids=["echo", "text", "chat", "tokenize", "detokenize"],
+)
+def test_a_drain_waits_for_what_is_being_planned(
+    path: str, body: Any, status: int, tmp_path: Path
+) -> None:
+    async def story(served: Served) -> None:
+        client = Client(path, body)
+        await drained(served, client, lambda: client.is_read)
+        assert client.status == status
+        assert status == 200 or b"the server is shutting down" in client.answer
+
+    run(tmp_path, story)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_drain_ends_uploads(path: str, tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        client = Client(path, {"prompt": "x"}, is_whole=False)
+        await drained(served, client, lambda: client.is_read)
+        assert client.status == 503
+        assert b"the server is shutting down" in client.answer
+        late = Client(path, {"prompt": "x"}, is_whole=False)
+        await served.answer(late)
+        assert (late.status, late.is_read) == (503, False)
 
     run(tmp_path, story)
 

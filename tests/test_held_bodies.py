@@ -114,6 +114,17 @@ def test_what_waits_for_its_decoder_keeps_its_room() -> None:
         another.grow(MAX_BODY_BYTES)
 
 
+def test_all_that_are_being_read_can_be_ended(uploads: Uploads) -> None:
+    with uploads.room.one() as come:
+        come.grow(MAX_BODY_BYTES)
+        arriving = [uploads.begin(MAX_BODY_BYTES) for _ in range(2)]
+        for _ in range(2):
+            uploads.room.end_uploads(ApiError(503, "closed", retry_after_s=5.0))
+        assert sorted(map(id, uploads.ended)) == sorted(map(id, arriving))
+        assert [refusal(one, MAX_BODY_BYTES) for one in arriving] == [503, 503]
+        come.check()
+
+
 # -- an exchange whose room goes to another one ----------------------------------------------------
 
 
