@@ -3,17 +3,14 @@
 An id takes half a microsecond or, by a window, twenty; a body may hold millions.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from nvserve.frontend.detokenizer import Vocabulary
-from nvserve.frontend.exchange import Exchange
-from nvserve.frontend.turns import Turns
+from nvserve.frontend.turns import Client, Turns
 
 INLINE_IDS: Final = 2048  # fewer in all are decoded at once
 STRIDE_IDS: Final = 256  # between looks at the clock
-PIECE_S: Final = 0.002  # of one turn
 
 
 class IdTexts:
@@ -24,23 +21,19 @@ class IdTexts:
         self._turns: Final = turns
 
     async def of(
-        self, sequences: Sequence[Sequence[int]], exchange: Exchange, *, skip_special: bool = True
+        self, sequences: Sequence[Sequence[int]], client: Client, *, skip_special: bool = True
     ) -> list[str]:
         """What `Vocabulary.decode` says to each sequence.
 
-        Of many ids it raises what `Turns.one` does: for want of a turn, or of the client.
+        Of many ids it raises what `Turns.work_off` does: for want of time, or of the client.
         """
         texts: list[str] = []
         work = _decoding(sequences, texts, self._vocabulary, skip_special=skip_special)
         if sum(map(len, sequences)) <= INLINE_IDS:
             for _ in work:
                 pass
-        while len(texts) < len(sequences):
-            async with self._turns.one(exchange):
-                end = time.monotonic() + PIECE_S
-                for _ in work:
-                    if time.monotonic() >= end:
-                        break
+        else:
+            await self._turns.work_off(work, client)
         return texts
 
 

@@ -1,47 +1,93 @@
-"""Large bodies are decoded one after another, so that they cannot hold the event loop together."""
+"""What would hold the event loop takes turns: decoding large bodies, and texts of very many ids.
+
+There is one turn at a time, and whatever else runs gets the loop as long behind it.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final, Protocol
 
 from nvserve.frontend.errors import ApiError, deadline_passed
-from nvserve.frontend.exchange import Exchange
 from nvserve.frontend.held_bodies import HELD_RETRY_AFTER_S
 
-LIMIT_S: Final = 10.0  # for which one waits for those before it
+LIMIT_S: Final = 10.0  # for which one waits for others, in all of its turns together
+PIECE_S: Final = 0.002  # of one turn, where work can stop in between
+
+
+class Client(Protocol):
+    """Whose work it is; exchange.Exchange for one."""
+
+    def timeout_s(self) -> float | None:
+        """In how many seconds its request must end, if it said so."""
+
+    def check_client(self) -> None:
+        """Raises once nobody waits for an answer."""
 
 
 class Turns:
-    """Whose large body is decoded now."""
+    """Whose work is done now. `clock` is in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock: Final = clock
         self._lock: Final = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def one(self, exchange: Exchange) -> AsyncIterator[None]:
+    async def one(self, client: Client) -> AsyncIterator[None]:
         """A turn, behind which whatever else runs gets as much time as it took.
 
         A 504 for who waits longer than the request may take, and a 503 for who waits too long in
         any case; ClientGone for whose client has hung up meanwhile.
         """
-        own_s = exchange.timeout_s()
-        limit_s = LIMIT_S if own_s is None else min(own_s, LIMIT_S)
+        async with self._turn(client, _Patience(client, self._clock)):
+            yield
+
+    async def work_off(self, work: Iterator[None], client: Client) -> None:
+        """Do all of it, in as many turns as it takes; raises what `one` does.
+
+        The limits are of all turns together, and the request's own is also of the work itself.
+        """
+        patience, is_done = _Patience(client, self._clock), False
+        while not is_done:
+            async with self._turn(client, patience):
+                end = self._clock() + PIECE_S
+                is_done = all(self._clock() < end for _ in work)  # stops when the time is up
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, client: Client, patience: "_Patience") -> AsyncIterator[None]:
+        await patience.acquire(self._lock)
+        begun = self._clock()
         try:
-            async with asyncio.timeout(limit_s):
-                await self._lock.acquire()
-        except TimeoutError as error:
-            if own_s is not None and own_s <= LIMIT_S:
-                raise deadline_passed() from error
-            text = f"large bodies of others were decoded for {LIMIT_S:g} s"
-            raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
-        begun = time.monotonic()
-        try:
-            exchange.check_client()
+            client.check_client()
             yield
         finally:
             try:
-                await asyncio.sleep(time.monotonic() - begun)
+                await asyncio.sleep(self._clock() - begun)
             finally:
                 self._lock.release()
+
+
+class _Patience:
+    """How long one client's work may wait yet."""
+
+    def __init__(self, client: Client, clock: Callable[[], float]) -> None:
+        own_s = client.timeout_s()
+        self._clock: Final = clock
+        self._deadline: Final = float("inf") if own_s is None else clock() + own_s
+        self._left_s = LIMIT_S
+
+    async def acquire(self, lock: asyncio.Lock) -> None:
+        begun = self._clock()
+        own_left_s = self._deadline - begun
+        if own_left_s <= 0:
+            raise deadline_passed()
+        try:
+            async with asyncio.timeout(min(own_left_s, self._left_s)):
+                await lock.acquire()
+        except TimeoutError as error:
+            if own_left_s <= self._left_s:
+                raise deadline_passed() from error
+            text = f"the long work of others took {LIMIT_S:g} s"
+            raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
+        self._left_s = max(0.0, self._left_s - (self._clock() - begun))

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from api.frontend_process import DEMO_MODEL, make_config
 
-from nvserve.frontend import id_texts, params, service
+from nvserve.frontend import id_texts, params, service, turns
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.http import application
 from nvserve.frontend.http_server import TRANSPORT
@@ -109,7 +109,7 @@ def run(folder: Path, story: Callable[[Served], Awaitable[None]]) -> None:
 
 @pytest.fixture
 def one_stride_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_texts, "PIECE_S", 0.0)
+    monkeypatch.setattr(turns, "PIECE_S", 0.0)
 
 
 @pytest.mark.usefixtures("one_stride_a_turn")

@@ -1,6 +1,9 @@
 """The queue of large bodies: nobody waits for ever, and nothing keeps it closed."""
 
 import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +87,67 @@ def test_a_turn_ends_whatever_cuts_it_short() -> None:
         assert await decode(turns, of=exchange()) == "decoded"
 
     asyncio.run(run())
+
+
+def one_look_a_turn() -> Turns:
+    """A millisecond passes with each look at the clock, which is all of a turn."""
+    return Turns(itertools.count(100.0, 0.001).__next__)
+
+
+def test_work_that_takes_longer_than_its_request_may_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "PIECE_S", 0.0)
+
+    async def run() -> None:
+        turns, work = one_look_a_turn(), iter([None] * 1000)
+        with pytest.raises(ApiError) as caught:
+            await turns.work_off(work, exchange(0.05))
+        assert caught.value.status == 504
+        assert 0 < len(list(work)) < 1000
+        await turns.work_off(iter([None] * 10), exchange())
+
+    asyncio.run(run())
+
+
+def test_waiting_between_many_turns_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for one turn each, and so never too long."""
+    monkeypatch.setattr(turns_module, "PIECE_S", 0.0)
+    monkeypatch.setattr(turns_module, "LIMIT_S", 0.05)
+
+    async def bustle(turns: Turns) -> None:
+        while True:
+            with contextlib.suppress(ApiError):  # it waits for a turn as well
+                await decode(turns, of=exchange())
+
+    async def run() -> None:
+        turns, work = one_look_a_turn(), iter([None] * 1000)
+        others = asyncio.create_task(bustle(turns))
+        with pytest.raises(ApiError) as caught:
+            await turns.work_off(work, exchange(60.0))
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)
+        assert 0 < len(list(work)) < 1000
+        others.cancel()
+        await asyncio.wait([others])
+        assert others.cancelled()
+        assert await decode(turns, of=exchange()) == "decoded"
+
+    asyncio.run(run())
+
+
+def test_work_is_done_in_order_and_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "PIECE_S", 0.0)
+    done: list[str] = []
+
+    def work(name: str) -> Iterator[None]:
+        for number in range(3):
+            done.append(f"{name}{number}")
+            yield
+        done.append(f"{name} ends")
+
+    async def run() -> None:
+        turns = Turns()
+        await asyncio.gather(*(turns.work_off(work(name), exchange()) for name in "ab"))
+
+    asyncio.run(run())
+    assert done == ["a0", "b0", "a1", "b1", "a2", "b2", "a ends", "b ends"]
