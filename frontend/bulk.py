@@ -52,7 +52,7 @@ def check_bulk(body_type: type[msgspec.Struct], raw: bytes, max_ids: int | None 
             _check_carrier(name, bytes(memoryview(value)), max_ids)
     if sum(sizes.values()) > FREE_BYTES:
         name = max(sizes, key=sizes.__getitem__)
-        carried = " or ".join(sorted(CARRIERS.intersection(skimmed.__struct_fields__)))
+        carried = " and ".join(sorted(CARRIERS.intersection(skimmed.__struct_fields__)))
         raise invalid(name, f"all fields but {carried} are larger than {FREE_BYTES} bytes together")
     if num_idle > FREE_BYTES:  # fields given again and again, or blanks
         raise ApiError(400, f"the body has more than {FREE_BYTES} bytes beside its fields")

@@ -134,16 +134,20 @@ def with_max_tokens(params: SamplingParams, max_tokens: int, limits: Limits) -> 
     return _checked(msgspec.structs.replace(params, max_tokens=max_tokens), limits)
 
 
-def check_all_params(params: SamplingParams, num_choices: int) -> None:
-    """Refuse more than core can take at once, which gets the parameters anew with each choice."""
-    if num_choices == 1:
+def check_all_params(params: SamplingParams, *, num_prompts: int, num_choices: int) -> None:
+    """Refuse more than core can take at once, which gets the parameters anew with each choice.
+
+    `num_choices`: of each prompt.
+    """
+    num_all = num_prompts * num_choices
+    if num_all == 1:
         return
     num_bytes = len(msgspec.msgpack.encode(params))
-    if num_choices * num_bytes > MAX_PARAM_BYTES:
+    if num_all * num_bytes > MAX_PARAM_BYTES:
         raise invalid(
-            "n",
-            f"parameters of {num_bytes} bytes for each of {num_choices} choices are more than "
-            f"{MAX_PARAM_BYTES} bytes together",
+            "prompt" if num_choices == 1 else "n",
+            f"prompts x n is {num_all}, and parameters of {num_bytes} bytes for each of them are "
+            f"more than {MAX_PARAM_BYTES} bytes together",
         )
 
 

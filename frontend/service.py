@@ -275,7 +275,7 @@ class Service:
             elif room not in by_max_tokens:
                 by_max_tokens[room] = with_max_tokens(sampling[0], room, self.limits)
             sampling.append(by_max_tokens[room])
-        check_all_params(sampling[0], len(prompts) * num_choices)
+        check_all_params(sampling[0], num_prompts=len(prompts), num_choices=num_choices)
         if self.config.device == "sim":
             _refuse_what_needs_a_model(sampling[0])
         is_score_only = asked == 0 and (prompt_logprobs is not None or grammar is not None)

@@ -17,6 +17,7 @@ from nvserve.frontend.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    TokenizeBody,
     Tool,
     parse,
     plain_messages,
@@ -150,6 +151,14 @@ def test_fields_beside_the_prompt_are_bounded_together() -> None:
     assert caught.value.param == "metadata"
     assert "all fields but prompt" in caught.value.message
     assert parse(CompletionBody, (raw % (half, lists, "structured_outputs", "")).encode()).stop
+
+
+def test_all_fields_that_may_be_large_are_named() -> None:
+    raw = b'{"prompt":"x","model":"%b"}' % (b"a" * FREE_BYTES)
+    with pytest.raises(ApiError) as caught:
+        parse(TokenizeBody, raw)
+    assert caught.value.param == "model"
+    assert "all fields but messages and prompt" in caught.value.message
 
 
 def test_no_garbage_is_looked_for_while_a_body_is_decoded() -> None:

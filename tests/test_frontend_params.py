@@ -54,11 +54,12 @@ def test_biases_have_ids_as_keys() -> None:
 def test_the_parameters_of_all_choices_are_bounded_together() -> None:
     """Core decodes and checks them once for each choice."""
     params = SamplingParams(grammar="regex:" + "a" * 100_000)
-    check_all_params(params, 1)
-    check_all_params(params, 128)
-    with pytest.raises(ApiError) as caught:
-        check_all_params(params, 1024)
-    assert caught.value.param == "n"
+    check_all_params(params, num_prompts=1, num_choices=1)
+    check_all_params(params, num_prompts=2, num_choices=64)
+    for num_prompts, num_choices, param in ((1024, 1, "prompt"), (8, 128, "n"), (1, 1024, "n")):
+        with pytest.raises(ApiError, match="prompts x n is 1024") as caught:
+            check_all_params(params, num_prompts=num_prompts, num_choices=num_choices)
+        assert caught.value.param == param
 
 
 def test_another_room_is_checked_as_the_first_one_was() -> None:
