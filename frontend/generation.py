@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     is_score_only: bool = False
     timeout_s: float | None = None  # None takes the server's
     grammar: Grammar | None = None
-    tools: ToolPlan = ToolPlan([])
+    tools: ToolPlan = ToolPlan()
 
 
 Sink = Callable[["Choice", Delta], None]

@@ -42,13 +42,13 @@ from nvserve.frontend.schema import (
     split_prompts,
 )
 from nvserve.frontend.tokenizer import Tokenizer
-from nvserve.frontend.tools import ToolPlan, resolve_tools, splitter
+from nvserve.frontend.tools import ToolPlan, resolve_tools, shown_tools, splitter
 from nvserve.protocol.client_messages import SamplingFields
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import Condition, State
 from nvserve.protocol.sampling import SamplingParams
 
-NO_TOOLS: Final = ToolPlan([])
+NO_TOOLS: Final = ToolPlan()
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
 CLOSED_RETRY_AFTER_S: Final = 5.0
 GROUP_CHARS: Final = 64_000  # of many texts, encoded at once
@@ -172,7 +172,9 @@ class Service:
             self.config.tool_call_parser,
             knows_tools=template is not None and template.knows_tools,
         )
-        prompt = await self.tokenizer.encode_chat(plain_messages(body.messages), tools=tools.shown)
+        prompt = await self.tokenizer.encode_chat(
+            plain_messages(body.messages), tools=shown_tools(body, tools)
+        )
         param, asked = "max_tokens", body.max_tokens
         if body.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", body.max_completion_tokens

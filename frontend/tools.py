@@ -31,9 +31,8 @@ Parser = Literal["", "hermes", "llama3_json"]
 
 
 class ToolPlan(msgspec.Struct, frozen=True):
-    """What the tools of one request come to."""
+    """What the tools of one request come to; kept as long as it runs, and so without them."""
 
-    shown: list[dict[str, Any]]  # to the template
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""  # of the one function that is forced
     grammar: Grammar | None = None
@@ -46,24 +45,23 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
-        return ToolPlan([])
+        return ToolPlan()
     _check(tools)
     max_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
     if choice == "none":
-        return ToolPlan([])
+        return ToolPlan()
     is_auto = choice in (None, "auto")
     if is_auto and not parser:
         text = "auto needs a server started with --tool-call-parser; required is served"
         raise invalid("tool_choice", text, "unsupported_parameter")
     if is_auto and not knows_tools:
         raise invalid("tools", "the model's chat template shows no tools")
-    shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
     if is_auto:
-        return ToolPlan(shown, "auto", max_calls=max_calls)
+        return ToolPlan("auto", max_calls=max_calls)
     if isinstance(choice, NamedChoice):
         if choice.type != "function":
             raise invalid("tool_choice.type", "must be function")
-        return _named(shown, tools, choice.function.name)
+        return _named(tools, choice.function.name)
     if choice != "required":
         raise invalid("tool_choice", "must be none, auto, required or a function")
     schema = {
@@ -73,7 +71,13 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
         "items": {"anyOf": [_call_schema(index, tool) for index, tool in enumerate(tools)]},
     }
     grammar = json_grammar("tools", schema)
-    return ToolPlan(shown, "required", grammar=grammar, max_calls=max_calls)
+    return ToolPlan("required", grammar=grammar, max_calls=max_calls)
+
+
+def shown_tools(body: ChatBody, plan: ToolPlan) -> list[dict[str, Any]]:
+    """Those that the template shows the model."""
+    shown: list[dict[str, Any]] = [] if plan.mode == "none" else msgspec.to_builtins(body.tools)
+    return shown
 
 
 def splitter(
@@ -96,11 +100,11 @@ def splitter(
     return calls if plan.mode == "auto" else None
 
 
-def _named(shown: list[dict[str, Any]], tools: list[Tool], name: str) -> ToolPlan:
+def _named(tools: list[Tool], name: str) -> ToolPlan:
     for tool in tools:
         if tool.function.name == name:
             grammar = json_grammar("tools", _parameters(tool))
-            return ToolPlan(shown, "named", name=name, grammar=grammar, max_calls=1)
+            return ToolPlan("named", name=name, grammar=grammar, max_calls=1)
     raise invalid("tool_choice.function.name", "is not the name of a tool")
 
 

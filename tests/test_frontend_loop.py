@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,20 +227,53 @@ def test_bad_words_are_encoded_once_however_many_rooms_prompts_leave(
     run(tmp_path, story)
 
 
+@contextlib.asynccontextmanager
+async def waiting_for_core(served: Served, client: Client) -> AsyncIterator[None]:
+    """While its request is submitted, and not answered."""
+    answering = asyncio.create_task(served.answer(client))
+    while not len(served.service.engine.journal) and not answering.done():
+        await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+
+
 def test_a_request_that_waits_keeps_no_list_of_its_ids(tmp_path: Path) -> None:
     """Each garbage collection would look at every one of them."""
     num_ids = 3001
 
     async def story(served: Served) -> None:
         client = Client("/v1/completions", {"prompt": [7] * num_ids})
-        answering = asyncio.create_task(served.answer(client))
-        while not len(served.service.engine.journal) and not answering.done():
-            await asyncio.sleep(0)
-        [entry] = served.service.engine.journal
-        assert len(entry.prompt) == 4 * num_ids
-        assert not [one for one in gc.get_objects() if type(one) is list and len(one) == num_ids]
-        answering.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await answering
+        async with waiting_for_core(served, client):
+            [entry] = served.service.engine.journal
+            assert len(entry.prompt) == 4 * num_ids
+            lists = [one for one in gc.get_objects() if type(one) is list]
+            assert not [one for one in lists if len(one) == num_ids]
+
+    run(tmp_path, story)
+
+
+def test_a_chat_that_waits_keeps_no_object_of_its_tools(tmp_path: Path) -> None:
+    """As above: a request may have thousands."""
+    schema = json.dumps({"type": "object", "properties": {"peculiar": {"enum": ["a", "b"]}}})
+
+    async def story(served: Served) -> None:
+        function = {"name": "f", "parameters": json.loads(schema)}
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+        }
+        client = Client("/v1/chat/completions", body)
+        del body, function
+        async with waiting_for_core(served, client):
+            [entry] = served.service.engine.journal
+            assert "peculiar" in entry.sampling.grammar
+            gc.collect()
+            dicts = [one for one in gc.get_objects() if type(one) is dict]
+            assert not [one for one in dicts if "peculiar" in one]
 
     run(tmp_path, story)
