@@ -6,7 +6,9 @@ the chunks that carry more are built piece by piece. Knows formats only; sends n
 
 import time
 import uuid
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -15,6 +17,7 @@ from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.detokenizer import Vocabulary
 from nvserve.frontend.generation import Choice, Delta, Generation
 from nvserve.frontend.logprob_form import Document, LogprobForm
+from nvserve.protocol.client_messages import TokenLogprob
 
 DONE: Final = b"data: [DONE]\n\n"
 INLINE_SCORES: Final = 100  # tokens with logprobs; the document of more is made in a thread
@@ -170,26 +173,38 @@ class Chunks:
 # -- whole responses -------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class _Output:
+    """A choice's deltas so far. One object for each of them would make garbage collections long."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+
+
 class Collector:
     """The sink of a response that is sent whole: every choice's deltas, joined at the end."""
 
     def __init__(self, num_choices: int) -> None:
-        self._deltas: Final[list[list[Delta]]] = [[] for _ in range(num_choices)]
+        self._outputs: Final = [_Output() for _ in range(num_choices)]
 
     def sink(self, choice: Choice, delta: Delta) -> None:
-        """Keep a delta."""
-        self._deltas[choice.index].append(delta)
+        """Add a delta to its choice."""
+        output = self._outputs[choice.index]
+        output.texts.append(delta.text)
+        output.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs += delta.logprobs
+        output.finish_reason = delta.finish_reason
 
     def joined(self, choice: Choice) -> Delta:
         """A finished choice as one delta."""
-        deltas = self._deltas[choice.index]
-        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-        return Delta(
-            "".join(delta.text for delta in deltas),
-            [token_id for delta in deltas for token_id in delta.token_ids],
-            None if deltas[-1].logprobs is None else logprobs,
-            deltas[-1].finish_reason,
-        )
+        output = self._outputs[choice.index]
+        text = "".join(output.texts)
+        return Delta(text, output.token_ids, output.logprobs, output.finish_reason)
 
 
 def whole_response(
@@ -222,7 +237,7 @@ def whole_response(
             logprobs = {name: before.get(name, []) + column for name, column in after.items()}
         content |= {"logprobs": logprobs, "finish_reason": reason}
         if shape.has_token_ids:
-            content["token_ids"] = joined.token_ids
+            content["token_ids"] = list(joined.token_ids)
             content["prompt_token_ids"] = prompt.tolist()
         if shape.has_prompt_logprobs and not shape.is_chat:
             content["prompt_logprobs"] = form.prompt_dicts(choice)
