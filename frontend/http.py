@@ -40,7 +40,6 @@ from nvserve.frontend.schema import (
     plain_messages,
 )
 from nvserve.frontend.service import Service
-from nvserve.frontend.turns import Turns
 from nvserve.protocol.control import State
 
 logger = logging.getLogger(__name__)
@@ -140,8 +139,7 @@ class _Api:
     def __init__(self, service: Service) -> None:
         self._service: Final = service
         self._tokenizer: Final = service.tokenizer
-        self._turns: Final = Turns()
-        self._texts: Final = IdTexts(service.tokenizer.vocabulary, self._turns)
+        self._texts: Final = IdTexts(service.tokenizer.vocabulary, service.turns)
 
     async def _body(self, body_type: type[T], exchange: Exchange) -> T:
         """The body, checked. Its reader is counted as working: a drain ends what has not come."""
@@ -151,7 +149,7 @@ class _Api:
             raw = await exchange.read_json(held)
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
-            async with self._turns.one(exchange):
+            async with self._service.turns.one(exchange):
                 self._service.check_open()
                 return parse(body_type, raw, max_ids)
 
@@ -174,7 +172,7 @@ class _Api:
         body = await self._body(CompletionBody, exchange)
         self._service.check_model(body.model)
         plan = msgspec.structs.replace(
-            await self._service.plan_completion(body, exchange.check_client), timeout_s=timeout_s
+            await self._service.plan_completion(body, exchange), timeout_s=timeout_s
         )
         echoed = await self._echoed(body, plan, exchange) if body.echo else []
         return plan, self._shape(body, is_chat=False), echoed

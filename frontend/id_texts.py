@@ -29,11 +29,11 @@ class IdTexts:
         """
         texts: list[str] = []
         work = _decoding(sequences, texts, self._vocabulary, skip_special=skip_special)
-        if sum(map(len, sequences)) <= INLINE_IDS:
+        if sum(map(len, sequences)) > INLINE_IDS:
+            await self._turns.work_off(work, client)
+        else:
             for _ in work:
                 pass
-        else:
-            await self._turns.work_off(work, client)
         return texts
 
 

@@ -1,12 +1,12 @@
 """What both doors share: from a checked body to a running generation, and whether we are open.
 
-Owns the tokenizer, the engine, the room of large bodies and the set of open generations. Knows
-bodies and plans; never a connection.
+Owns the tokenizer, the engine, the room and the turns of large bodies, and the set of open
+generations. Knows bodies and plans; never a connection.
 """
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -24,7 +24,6 @@ from nvserve.frontend.params import (
     Limits,
     check_all_params,
     check_prompt,
-    check_prompt_size,
     resolve_max_tokens,
     resolve_priority,
     resolve_salt,
@@ -43,6 +42,7 @@ from nvserve.frontend.schema import (
 )
 from nvserve.frontend.tokenizer import Tokenizer
 from nvserve.frontend.tools import ToolPlan, resolve_tools, shown_tools, splitter
+from nvserve.frontend.turns import Client, Turns
 from nvserve.protocol.client_messages import SamplingFields
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import Condition, State
@@ -52,6 +52,7 @@ NO_TOOLS: Final = ToolPlan()
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
 CLOSED_RETRY_AFTER_S: Final = 5.0
 GROUP_CHARS: Final = 64_000  # of many texts, encoded at once
+INLINE_IDS: Final = 100_000  # of given prompts; more are checked and packed in turns
 
 
 class Service:
@@ -62,6 +63,7 @@ class Service:
         self.tokenizer: Final = tokenizer
         self.engine: Final = engine
         self.bodies: Final = HeldBodies()
+        self.turns: Final = Turns()
         self.condition = Condition(State.LOADING)
         self.is_draining = False
         self._is_restarting = False  # draining for another frontend's sake
@@ -146,8 +148,8 @@ class Service:
 
     # -- bodies to plans -------------------------------------------------------------------------
 
-    async def plan_completion(self, body: CompletionBody, check_client: Callable[[], None]) -> Plan:
-        """What /v1/completions asks for; `check_client` raises once the client is gone."""
+    async def plan_completion(self, body: CompletionBody, client: Client) -> Plan:
+        """What /v1/completions asks for; also raises what `Turns.work_off` does for the client."""
         check_completion(body)
         prompts = split_prompts(body.prompt)
         num_choices = body.n or 1
@@ -155,7 +157,7 @@ class Service:
             raise invalid("n", f"prompts x n is more than {MAX_PROMPTS}")
         return self._plan(
             body,
-            await self._encoded(prompts, check_client),
+            await self._packed(prompts, client),
             default=COMPLETION_TOKENS,
             num_choices=num_choices,
             logprobs=body.logprobs,
@@ -186,14 +188,14 @@ class Service:
         try:
             return self._plan(
                 body,
-                [prompt],
+                [self._pack(prompt, "messages")],
                 default=None,
                 num_choices=body.n or 1,
                 logprobs=logprobs,
                 prompt_logprobs=body.prompt_logprobs,
                 max_tokens=asked,
                 tools=tools,
-                names=("messages", param),
+                max_tokens_param=param,
             )
         except ApiError as error:
             if error.param == "logprobs":
@@ -216,32 +218,48 @@ class Service:
             prompts = [prompt]
         return self._plan(
             fields,
-            prompts,
+            [self._pack(ids, "prompt") for ids in prompts],
             default=COMPLETION_TOKENS,
             num_choices=1,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
-    async def _encoded(
-        self, prompts: list[str] | list[list[int]], check_client: Callable[[], None]
-    ) -> list[list[int]]:
+    async def _packed(
+        self, prompts: list[str] | list[list[int]], client: Client
+    ) -> list["array[int]"]:
+        """The ids of each, checked. Of many, others get theirs in between, and none once we close.
+
+        No more is done for a client that has gone, or behind a prompt that is refused.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:
-            return [prompt for prompt in prompts if isinstance(prompt, list)]
-        found: list[list[int]] = []
-        for group in _grouped(texts):  # with others' texts between them, and none behind a bad one
-            check_client()
+        given = [prompt for prompt in prompts if isinstance(prompt, list)]
+        packed: list[array[int]] = []
+        for group in _grouped(texts):
+            self.check_open()
+            client.check_client()
             encoded = await self.tokenizer.encode(group, param="prompt")
-            for ids in encoded:
-                check_prompt_size(len(ids), self.limits)
-            found += encoded
-        return found
+            packed += [self._pack(ids, "prompt") for ids in encoded]
+        if sum(map(len, given)) <= INLINE_IDS:
+            return packed + [self._pack(ids, "prompt") for ids in given]
+
+        def pack_given() -> Iterator[None]:
+            for ids in given:
+                self.check_open()
+                packed.append(self._pack(ids, "prompt"))
+                yield
+
+        await self.turns.work_off(pack_given(), client)
+        return packed
+
+    def _pack(self, prompt: list[int], param: str) -> "array[int]":
+        check_prompt(prompt, self.limits, param)
+        return array("i", prompt)
 
     def _plan(
         self,
         fields: SamplingFields,
-        prompts: list[list[int]],
+        prompts: list["array[int]"],
         *,
         default: int | None,
         num_choices: int,
@@ -249,7 +267,7 @@ class Service:
         prompt_logprobs: int | None,
         max_tokens: int | None = None,
         tools: ToolPlan = NO_TOOLS,
-        names: tuple[str, str] = ("prompt", "max_tokens"),
+        max_tokens_param: str = "max_tokens",
     ) -> Plan:
         asked = fields.max_tokens if max_tokens is None else max_tokens
         grammar = resolve_grammar(fields)
@@ -260,9 +278,8 @@ class Service:
         by_max_tokens: dict[int, SamplingParams] = {}
         sampling: list[SamplingParams] = []
         for prompt in prompts:
-            check_prompt(prompt, self.limits, names[0])
             room = resolve_max_tokens(
-                asked, len(prompt), self.limits, default=default, param=names[1]
+                asked, len(prompt), self.limits, default=default, param=max_tokens_param
             )
             if not sampling:
                 by_max_tokens[room] = resolve_sampling(
@@ -284,7 +301,7 @@ class Service:
         if is_score_only:  # scores come with a prefill, and a prefill ends with a token
             sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
         return Plan(
-            prompts=[array("i", prompt) for prompt in prompts],
+            prompts=prompts,
             sampling=sampling,
             rules=resolve_text_rules(fields),
             num_choices=num_choices,

@@ -61,6 +61,16 @@ class Client:
         self.answer += message.get("body", b"")
 
 
+class Waiting:
+    """Who waits for a plan, however long."""
+
+    def timeout_s(self) -> None:
+        pass
+
+    def check_client(self) -> None:
+        pass
+
+
 class Served:
     """The application, and how often others got the loop while a request was in it."""
 
@@ -186,24 +196,42 @@ def test_a_drain_ends_uploads(path: str, tmp_path: Path) -> None:
     run(tmp_path, story)
 
 
-def test_prompts_of_a_client_that_has_gone_are_not_encoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_drained", [False, True], ids=["client gone", "drained"])
+def test_prompts_are_encoded_as_long_as_they_have_a_future(
+    is_drained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(served: Served) -> None:
         client = Client("/v1/completions", {"prompt": ["a b c"] * 100})
         encode, groups = served.tokenizer.encode, []
 
-        async def hang_up(texts: list[str], **options: Any) -> list[list[int]]:
+        async def end(texts: list[str], **options: Any) -> list[list[int]]:
             groups.append(texts)
-            client.is_gone = len(groups) == 2
+            client.is_gone = len(groups) == 2 and not is_drained
+            served.service.is_draining = len(groups) == 2 and is_drained
             return await encode(texts, **options)
 
-        monkeypatch.setattr(served.tokenizer, "encode", hang_up)
+        monkeypatch.setattr(served.tokenizer, "encode", end)
         await served.answer(client)
-        assert client.answer == b""
+        assert client.status == (503 if is_drained else 0)
         assert len(groups) == 2
 
     monkeypatch.setattr(service, "GROUP_CHARS", 10)
+    run(tmp_path, story)
+
+
+@pytest.mark.usefixtures("one_stride_a_turn")
+def test_others_run_between_long_prompts_of_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So its client is found gone before all are packed."""
+    num_prompts = 50
+
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": [[7] * 100] * num_prompts})
+        await served.answer(client, lambda num: setattr(client, "is_gone", num > num_prompts // 2))
+        assert client.answer == b""  # and it was not submitted
+
+    monkeypatch.setattr(service, "INLINE_IDS", 1000)
     run(tmp_path, story)
 
 
@@ -219,7 +247,7 @@ def test_bad_words_are_encoded_once_however_many_rooms_prompts_leave(
     async def story(served: Served) -> None:
         prompts: Any = [[5] * (MAX_MODEL_LEN - room) for room in (3, 1, 2)]
         body = CompletionBody(prompt=prompts, bad_words=["king"])
-        plan = await served.service.plan_completion(body, lambda: None)
+        plan = await served.service.plan_completion(body, Waiting())
         assert [one.max_tokens for one in plan.sampling] == [3, 1, 2]
         assert encoded == [["king"]]
 
