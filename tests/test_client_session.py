@@ -46,6 +46,24 @@ def test_pieces_taken_late_are_as_they_came() -> None:
     assert (request.output, request.texts) == (array("i", [1, 2, 3]), ["a", "bc", "d"])
 
 
+def test_a_piece_is_there_once_all_of_it_is() -> None:
+    """A signal handler, or another thread, may look in the midst of a message."""
+    session = Session()
+    request, _ = open_request(session, [5], (), {})
+    found: list[list[Piece]] = []
+
+    class Texts(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            found.append(taken(request))
+
+    request.texts = Texts()
+    take(session, request, [1], text="a")
+    take(session, request, [2], text="b")
+    assert found == [[], [Piece("a", [1])]]
+    assert taken(request) == [Piece("b", [2])]
+
+
 def test_a_piece_holds_the_scores_of_its_own_tokens() -> None:
     session = Session()
     request, _ = open_request(session, [5, 6, 7], [8, 9], {"logprobs": 0, "prompt_logprobs": 0})
