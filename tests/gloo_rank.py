@@ -43,11 +43,14 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 def threads_asleep(pid: int) -> dict[str, str] | None:
     """How often each thread of the process has switched so far; None unless all of them sleep."""
     switches = {}
-    for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        text = status.read_text()
-        if "\nState:\tS" not in text:
-            return None
-        switches[status.parent.name] = text[text.index("\nvoluntary_ctxt_switches") :]
+    try:
+        for status in Path(f"/proc/{pid}/task").glob("*/status"):
+            text = status.read_text()
+            if "\nState:\tS" not in text:
+                return None
+            switches[status.parent.name] = text[text.index("\nvoluntary_ctxt_switches") :]
+    except OSError:  # a thread has just ended, and so did not sleep
+        return None
     return switches
 
 
