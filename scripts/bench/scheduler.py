@@ -146,7 +146,7 @@ def measure(num_requests: int, num_prompt: int, num_steps: int) -> dict[str, flo
     bench = Bench(num_requests=num_requests, num_prompt=num_prompt, num_steps=num_steps)
     bench.warm_up()
     gc.collect()
-    gc.freeze()  # as the core process does
+    gc.freeze()  # the core process does so as well, but collects nothing before
     samples = [bench.step() for _ in range(num_steps)]
     gc.unfreeze()
     unchanged = [sample.num_bytes for sample in samples if sample.is_unchanged]
