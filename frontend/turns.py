@@ -1,4 +1,4 @@
-"""What would hold the event loop takes turns: decoding large bodies, and texts of very many ids.
+"""What would hold the event loop takes turns: large bodies, and prompts and texts of many ids.
 
 There is one turn at a time, and whatever else runs gets the loop as long behind it.
 """
