@@ -118,17 +118,19 @@ class Service:
     async def drain(self, timeout_s: float, *, is_restart: bool = False) -> None:
         """Refuse what is new, wait for what runs, and end the rest after the timeout.
 
-        A body that has not come whole yet is new.
-        For a restart what is resumable goes on: its client takes it to the next frontend.
+        A body that has not come whole yet is new. For a restart what is resumable goes on: its
+        client takes it to the next frontend.
         """
         self.is_draining, self._is_restarting = True, is_restart
         self.bodies.end_uploads(self._closed())
         kinds = [self._bound, self._resumable] + ([] if is_restart else [self._passing])
         if await have_ended(timeout_s, *kinds):
             return
+        aborted = ApiError(503, self._farewell(), code="aborted")
+        self.turns.end(aborted)
         for generation in list(self._open):
             if not (is_restart and generation.is_resumable):
-                generation.abort(ApiError(503, self._farewell(), code="aborted"))
+                generation.abort(aborted)
         await have_ended(1.0, *([self._bound] if is_restart else kinds))
 
     def _closed(self) -> ApiError:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final, Protocol
 
-from nvserve.frontend.errors import ApiError, deadline_passed
+from nvserve.frontend.errors import ApiError, deadline_passed, raise_again
 from nvserve.frontend.held_bodies import HELD_RETRY_AFTER_S
 
 LIMIT_S: Final = 10.0  # for which one waits for others, in all of its turns together
@@ -32,6 +32,11 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
         self._lock: Final = asyncio.Lock()
+        self._error: ApiError | None = None
+
+    def end(self, error: ApiError) -> None:
+        """There are no more turns: who waits for one raises this."""
+        self._error = error
 
     @contextlib.asynccontextmanager
     async def one(self, client: Client) -> AsyncIterator[None]:
@@ -59,6 +64,7 @@ class Turns:
         await patience.acquire(self._lock)
         begun = self._clock()
         try:
+            raise_again(self._error)
             client.check_client()
             yield
         finally:

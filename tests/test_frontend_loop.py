@@ -146,16 +146,17 @@ def test_an_echo_of_many_ids_is_given_up_when_its_client_has_gone(tmp_path: Path
     run(tmp_path, story)
 
 
-async def drained(served: Served, client: Client, begun: Callable[[], bool]) -> None:
-    """Drain once the request has come so far; it has its answer when the drain is over."""
+async def drained(served: Served, client: Client, limit_s: float = LIMIT_S) -> bool:
+    """Drain once the body was read; whether it has its answer, which comes, when that is over."""
     answering = asyncio.create_task(served.answer(client))
     async with asyncio.timeout(LIMIT_S):
-        while not begun():
+        while not client.is_read:
             await asyncio.sleep(0)
         assert not client.answer
-        await served.service.drain(LIMIT_S)
-        assert client.answer
+        await served.service.drain(limit_s)
+        is_answered = bool(client.answer)
         await answering
+    return is_answered
 
 
 @pytest.mark.usefixtures("one_stride_a_turn")
@@ -175,9 +176,20 @@ def test_a_drain_waits_for_what_is_being_planned(
 ) -> None:
     async def story(served: Served) -> None:
         client = Client(path, body)
-        await drained(served, client, lambda: client.is_read)
+        assert await drained(served, client)
         assert client.status == status
         assert status == 200 or b"the server is shutting down" in client.answer
+
+    run(tmp_path, story)
+
+
+@pytest.mark.usefixtures("one_stride_a_turn")
+def test_a_drain_ends_long_work_when_its_time_is_up(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        client = Client("/detokenize", {"tokens": IDS})
+        await drained(served, client, limit_s=0.0)
+        assert client.status == 503
+        assert b"the server is shutting down" in client.answer
 
     run(tmp_path, story)
 
@@ -186,7 +198,7 @@ def test_a_drain_waits_for_what_is_being_planned(
 def test_a_drain_ends_uploads(path: str, tmp_path: Path) -> None:
     async def story(served: Served) -> None:
         client = Client(path, {"prompt": "x"}, is_whole=False)
-        await drained(served, client, lambda: client.is_read)
+        assert await drained(served, client)
         assert client.status == 503
         assert b"the server is shutting down" in client.answer
         late = Client(path, {"prompt": "x"}, is_whole=False)
