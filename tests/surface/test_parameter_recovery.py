@@ -188,7 +188,7 @@ def difference(left: Any, right: Any, where: str = "") -> str | None:
         return None if abs(left - right) <= LOGPROB_ERROR else f"{where}: {left} is not {right}"
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         found = (difference(left[name], right[name], f"{where}.{name}") for name in left)
-    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+    elif isinstance(left, list | tuple) and type(left) is type(right) and len(left) == len(right):
         found = (
             difference(one, other, f"{where}[{index}]")
             for index, (one, other) in enumerate(zip(left, right, strict=True))

@@ -139,7 +139,7 @@ def close(left: Any, right: Any) -> bool:
         return abs(left - right) < 2e-3
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(close(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
+    if isinstance(left, list | tuple) and type(left) is type(right):
         return len(left) == len(right) and all(map(close, left, right))
     return bool(left == right)
 
