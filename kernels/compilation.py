@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from nvserve.kernels.dispatch import INTERPRETED
 
-Elsewhere = Callable[[ASTSource, Any, dict[str, Any]], bool]
+Elsewhere = Callable[[ASTSource, Any, dict[str, Any]], object]
 
 
 class _HeldBack(threading.local):
@@ -56,7 +56,7 @@ _elsewhere: Elsewhere | None = None
 
 
 def set_elsewhere(compile_elsewhere: Elsewhere | None) -> None:
-    """Have kernels compiled into the cache by this function, which says whether it did."""
+    """Have kernels compiled into the cache by this function; this process does what it leaves."""
     global _elsewhere
     _elsewhere = compile_elsewhere
 

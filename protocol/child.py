@@ -53,7 +53,7 @@ class Child:
         renames the process. A malformed message is logged and skipped.
         """
         self.looked.set()
-        if timeout_s > 0.0 and not _is_readable(self.control, timeout_s):
+        if timeout_s > 0.0 and not is_readable(self.control.fileno(), timeout_s):
             return None
         try:
             frame = self.control.receive()
@@ -146,7 +146,7 @@ def configure_logging(level: str) -> None:
 
 
 def _receive_setup(control: ControlChannel) -> Setup:
-    if not _is_readable(control, SETUP_LIMIT_S):
+    if not is_readable(control.fileno(), SETUP_LIMIT_S):
         sys.exit(f"nvserve: no Setup from the launcher within {SETUP_LIMIT_S:g} s")
     try:
         frame = control.receive()
@@ -158,7 +158,8 @@ def _receive_setup(control: ControlChannel) -> Setup:
     return message
 
 
-def _is_readable(control: ControlChannel, timeout_s: float) -> bool:
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait until it is, or its other end is closed; False when that takes too long."""
     poller = select.poll()
-    poller.register(control.fileno(), select.POLLIN)
+    poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))

@@ -14,7 +14,6 @@ import importlib
 import logging
 import os
 import pkgutil
-import select
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from triton.compiler import ASTSource
 
 from nvserve import kernels
 from nvserve.kernels import compilation
-from nvserve.protocol.child import die_with_parent
+from nvserve.protocol.child import die_with_parent, is_readable
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +125,6 @@ class CompileServer:
             os.waitpid(self._pid, os.WNOHANG)
         finally:
             os.close(ended)
-
-
-def is_readable(descriptor: int, limit_s: float) -> bool:
-    """Wait until it is, or its other end is closed; False when that takes too long."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(limit_s * 1000))
 
 
 _server: CompileServer | None = None
