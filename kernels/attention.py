@@ -85,10 +85,12 @@ class AttentionBackend(Protocol):
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of chunks of any lengths, q [T, H, D] -> [T, H, D].
 
-        Query i of n in a request of length s sees the keys up to s - n + i.
+        Query i of n in a request of length s sees the keys up to s - n + i. Written to `out` where
+        that is given, which is contiguous.
         """
 
     def decode(
@@ -98,8 +100,12 @@ class AttentionBackend(Protocol):
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one query a request, q [R, H, D] -> [R, H, D]; may be captured."""
+        """Attention of one query a request, q [R, H, D] -> [R, H, D]; may be captured.
+
+        Written to `out` as by prefill.
+        """
 
     @property
     def decode_fused(self) -> FusedDecode | None:

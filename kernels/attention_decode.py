@@ -178,10 +178,12 @@ def decode(
     plan: torch.Tensor,
     scale: float,
     shape: DecodeShape,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of q [R, H, D] over the paged cache; the plan is of the same shape."""
     q = q.contiguous()
-    return _launch(q, None, None, q.shape[1], key_cache, value_cache, plan, scale, shape)
+    out = torch.empty_like(q) if out is None else out
+    return _launch(q, None, None, key_cache, value_cache, plan, scale, shape, out)
 
 
 def decode_fused(
@@ -198,30 +200,31 @@ def decode_fused(
     assert new.qkv.stride(1) == 1
     assert new.cos_sin.is_contiguous()
     assert new.cos_sin.shape[1] == head_dim
-    num_heads = new.qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_rows, width = new.qkv.shape
+    out = new.qkv.new_empty(num_rows, width // head_dim - 2 * num_kv_heads, head_dim)
     caches = (key_cache, value_cache)
-    return _launch(new.qkv, new, block_tables, num_heads, *caches, plan, scale, shape)
+    return _launch(new.qkv, new, block_tables, *caches, plan, scale, shape, out)
 
 
 def _launch(
     queries: torch.Tensor,
     new: NewTokens | None,
     block_tables: torch.Tensor | None,
-    num_heads: int,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     plan: torch.Tensor,
     scale: float,
     shape: DecodeShape,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [R, H, D], or rows of new.qkv."""
-    num_requests = queries.shape[0]
+    """Queries [R, H, D], or rows of new.qkv; writes and returns out [R, H, D]."""
+    num_requests, num_heads = out.shape[:2]
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     group = num_heads // num_kv_heads
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
+    assert out.is_contiguous()
     num_programs = num_sms(queries.device) * shape.programs_per_sm
-    out = queries.new_empty(num_requests, num_heads, head_dim)
     partial = queries.new_empty(2 * num_programs, group, head_dim, dtype=torch.float32)
     sums = queries.new_empty(2 * num_programs, group, 2, dtype=torch.float32)
     _decode_kernel[(num_programs,)](

@@ -48,8 +48,9 @@ class Flash3Backend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out: torch.Tensor = self._library.flash_attn_with_kvcache(
+        mixed: torch.Tensor = self._library.flash_attn_with_kvcache(
             q,
             key_cache,
             value_cache,
@@ -60,7 +61,7 @@ class Flash3Backend:
             softmax_scale=scale,
             causal=True,
         )
-        return out
+        return mixed if out is None else out.copy_(mixed)
 
     def decode(
         self,
@@ -69,8 +70,9 @@ class Flash3Backend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out: torch.Tensor = self._library.flash_attn_with_kvcache(
+        mixed: torch.Tensor = self._library.flash_attn_with_kvcache(
             q.unsqueeze(1),
             key_cache,
             value_cache,
@@ -80,7 +82,7 @@ class Flash3Backend:
             causal=True,
             scheduler_metadata=meta.decode_plan,
         )
-        return out.squeeze(1)
+        return mixed.squeeze(1) if out is None else out.copy_(mixed.squeeze(1))
 
 
 class MixedBackend:
@@ -127,10 +129,11 @@ class Flash2Backend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # This library takes key lengths as a cumulative sum, which with pages it uses as lengths.
         cu_seqlens_k = torch.nn.functional.pad(meta.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        out: torch.Tensor = self._library.flash_attn_varlen_func(
+        mixed: torch.Tensor = self._library.flash_attn_varlen_func(
             q,
             key_cache,
             value_cache,
@@ -142,7 +145,7 @@ class Flash2Backend:
             causal=True,
             block_table=meta.block_tables,
         )
-        return out
+        return mixed if out is None else out.copy_(mixed)
 
     def decode(
         self,
@@ -151,8 +154,9 @@ class Flash2Backend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out: torch.Tensor = self._library.flash_attn_with_kvcache(
+        mixed: torch.Tensor = self._library.flash_attn_with_kvcache(
             q.unsqueeze(1),
             key_cache,
             value_cache,
@@ -161,4 +165,4 @@ class Flash2Backend:
             softmax_scale=scale,
             causal=True,
         )
-        return out.squeeze(1)
+        return mixed.squeeze(1) if out is None else out.copy_(mixed.squeeze(1))

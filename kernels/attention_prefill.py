@@ -106,6 +106,7 @@ def prefill(
     cu_seqlens_q: torch.Tensor,
     max_query_len: int,
     scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] over the paged cache, one chunk a request."""
     num_tokens, num_heads, head_dim = q.shape
@@ -115,7 +116,8 @@ def prefill(
     q = q.contiguous()
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
+    assert out.is_contiguous()
     if num_tokens == 0:
         return out
     wide = q.dtype == torch.float32

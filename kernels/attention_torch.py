@@ -80,10 +80,11 @@ class TorchBackend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return reference.paged_attention(
-            q, key_cache, value_cache, meta.cu_seqlens_q, meta.seq_lens, meta.block_tables, scale
-        )
+        tables = (meta.cu_seqlens_q, meta.seq_lens, meta.block_tables)
+        mixed = reference.paged_attention(q, key_cache, value_cache, *tables, scale)
+        return mixed if out is None else out.copy_(mixed)
 
     def decode(
         self,
@@ -92,19 +93,21 @@ class TorchBackend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         block_size, num_kv_heads, head_dim = key_cache.shape[1:]
         tiles = meta.decode_plan
         if not isinstance(tiles, DecodeTiles):
             tiles = divide(meta.seq_lens, meta.block_tables, num_kv_heads, block_size)
         if tiles.max_tiles == 0:
-            return torch.zeros_like(q)
+            return torch.zeros_like(q) if out is None else out.zero_()
         queries = (q.float() * scale).unflatten(1, (num_kv_heads, -1))  # [R, K, G, D]
         if tiles.max_tiles != 1 or len(tiles.rows) != len(q):
             queries = queries.index_select(0, tiles.rows)
         caches = (key_cache.view(-1, head_dim), value_cache.view(-1, head_dim))
         mixed, weights = _attend(queries, *caches, tiles)
-        return _combine(mixed, weights, tiles, len(q)).flatten(1, 2).to(q.dtype)
+        combined = _combine(mixed, weights, tiles, len(q)).flatten(1, 2)
+        return combined.to(q.dtype) if out is None else out.copy_(combined)
 
 
 def _attend(

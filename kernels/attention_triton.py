@@ -35,6 +35,7 @@ class TritonBackend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return prefill(
             q,
@@ -45,6 +46,7 @@ class TritonBackend:
             meta.cu_seqlens_q,
             meta.max_query_len,
             scale,
+            out,
         )
 
     def decode(
@@ -54,11 +56,12 @@ class TritonBackend:
         value_cache: torch.Tensor,
         meta: AttentionMetadata,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert q.shape[0] == meta.seq_lens.shape[0], "a decode step has one query a request"
         shape = decode_shape(q.dtype, q.shape[2], q.shape[0])
         plan = _plan_of(meta, key_cache, shape)
-        return decode(q, key_cache, value_cache, plan, scale, shape)
+        return decode(q, key_cache, value_cache, plan, scale, shape, out)
 
     def decode_fused(
         self,

@@ -354,14 +354,17 @@ def test_flash_attention_3_is_told_the_lengths_the_pages_and_the_plan(
     meta = attention.AttentionMetadata(starts, lengths, tables, 1, 80)
     backend.plan_decode(meta, 2, 1, 8, 16, torch.bfloat16)
     q = torch.zeros(3, 2, 8)
-    assert torch.equal(backend.decode(q, cache, cache, meta, 0.5), q + 1)
-    assert torch.equal(backend.prefill(q, cache, cache, meta, 0.5), q + 1)
+    for call in (backend.decode, backend.prefill):
+        out = torch.zeros_like(q)
+        assert torch.equal(call(q, cache, cache, meta, 0.5), q + 1)
+        assert call(q, cache, cache, meta, 0.5, out) is out
+        assert torch.equal(out, q + 1)
     assert calls[0]["scheduler_metadata"] == 80
-    assert calls[1]["cu_seqlens_q"] is starts
-    for call in calls:
-        assert call["cache_seqlens"] is lengths
-        assert call["page_table"] is tables
-        assert call["causal"]
+    assert calls[2]["cu_seqlens_q"] is starts
+    for arguments in calls:
+        assert arguments["cache_seqlens"] is lengths
+        assert arguments["page_table"] is tables
+        assert arguments["causal"]
 
 
 def test_flash_attention_refusals_name_what_is_wrong() -> None:

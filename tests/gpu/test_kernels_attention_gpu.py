@@ -73,6 +73,17 @@ def expected_attention(
     return reference.paged_attention(q, key_cache, value_cache, *tables, scale)
 
 
+def framed(q: torch.Tensor) -> torch.Tensor:
+    """Room for a result like q, between a row before and one behind."""
+    return torch.full_like(torch.cat((q[:1], q, q[:1])), 7.0)
+
+
+def unframed(wide: torch.Tensor) -> torch.Tensor:
+    """The result, once the rows beside it were found as they had been."""
+    assert (wide[[0, -1]] == 7.0).all()
+    return wide[1:-1]
+
+
 @pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,8 +98,9 @@ def test_decode_attends_to_every_key_and_to_no_other(
     assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
     backend.plan_decode(meta, *shape, dtype)
     for _ in range(2):  # the second layer finds the counters as the first left them
-        out = backend.decode(q, keys, values, meta, shape[2] ** -0.5)
-        assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
+        wide = framed(q)
+        backend.decode(q, keys, values, meta, shape[2] ** -0.5, wide[1:-1])
+        assert_close(unframed(wide), expected, max(TOLERANCE[dtype], 3e-6))
 
 
 FUSED_SHAPES = [(4, 4, 80, 16), (8, 2, 64, 4), (10, 2, 128, 4)] if INTERPRETED else [
@@ -259,6 +271,9 @@ def test_prefill_is_causal_from_the_bottom_right(
     out = backend.prefill(q, keys, values, meta, shape[2] ** -0.5)
     expected = expected_attention(q, keys, values, meta, shape[2] ** -0.5)
     assert_close(out, expected, max(TOLERANCE[dtype], 3e-6))
+    wide = framed(q)
+    backend.prefill(q, keys, values, meta, shape[2] ** -0.5, wide[1:-1])
+    assert torch.equal(unframed(wide), out)
 
 
 @on_gpu_only

@@ -116,6 +116,8 @@ def attend(
         return backend.decode(q, keys, values, inputs.decode, scale)
     if inputs.decode is None:
         return backend.prefill(q, keys, values, inputs.prefill, scale)
-    decoded = backend.decode(q[: inputs.num_decodes], keys, values, inputs.decode, scale)
-    chunked = backend.prefill(q[inputs.num_decodes :], keys, values, inputs.prefill, scale)
-    return torch.cat((decoded, chunked))
+    mixed, num_decodes = torch.empty_like(q), inputs.num_decodes
+    first, others = q[:num_decodes], q[num_decodes:]
+    backend.decode(first, keys, values, inputs.decode, scale, mixed[:num_decodes])
+    backend.prefill(others, keys, values, inputs.prefill, scale, mixed[num_decodes:])
+    return mixed
