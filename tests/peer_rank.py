@@ -57,9 +57,13 @@ class Job(msgspec.Struct):
 
 
 def addend(job: Job, call: Call, rank: int) -> torch.Tensor:
-    """[R, N] that a rank puts in."""
+    """[R, N] that a rank puts in; zeros of both signs among them."""
     generator = torch.Generator().manual_seed(1000 * call.seed + rank)
-    return torch.randn(call.num_rows, job.width, generator=generator).to(DTYPES[job.dtype])
+    drawn = torch.randn(call.num_rows, job.width, generator=generator)
+    drawn[:, 1::5] = 0.0
+    drawn[:, 2::5] = -0.0
+    drawn[:, 3 + rank :: 5] = 0.0  # where another rank may have something
+    return drawn.to(DTYPES[job.dtype])
 
 
 def residual_and_weight(job: Job, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

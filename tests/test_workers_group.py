@@ -13,6 +13,8 @@ import torch
 from memfd_memory import MemfdMemory
 from torch._C._distributed_c10d import HashStore
 
+from nvserve.kernels import all_reduce
+from nvserve.kernels.all_reduce import Addends
 from nvserve.protocol.channel import ControlChannel
 from nvserve.protocol.child import Child
 from nvserve.protocol.codec import encode
@@ -113,6 +115,29 @@ def test_a_rank_that_knows_the_crossover_spares_all_from_measuring(
 def test_once_sums_have_failed_nobody_tries_again() -> None:
     """Where a newcomer tried, this would need a GPU."""
     assert agree([NCCL_ALONE, None]) == [NCCL_ALONE] * 2
+
+
+@pytest.mark.parametrize(("size", "width", "rows"), [(2, 8192, MAX_ROWS), (8, 16384, 85)])
+def test_rows_without_an_inbox_are_summed_in_two_shots(
+    size: int, width: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(size, 1, width, torch.bfloat16)
+    assert layout.inbox_rows == rows
+    mine = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    assert layout.inboxes + 3 * rows * size * width * 2 == len(mine)
+    memory = PeerMemory(0, layout, mine, [0] * size, torch.zeros(1, dtype=torch.int32))
+    ways = []
+
+    def note(addends: Addends, num_rows: int, *, is_two_shot: bool) -> torch.Tensor:
+        ways.append(is_two_shot)
+        return addends.mine
+
+    monkeypatch.setattr(all_reduce, "sum_rows", note)
+    for num_rows in (rows, min(rows + 1, MAX_ROWS)):
+        place = memory.take(0, num_rows)
+        assert place is not None
+        memory.sum(place)
+    assert ways == [False, rows < MAX_ROWS]
 
 
 @pytest.mark.parametrize("known", [None, Crossover(8, 64)], ids=["first epoch", "later epoch"])

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 
 from nvserve.kernels import all_reduce
-from nvserve.kernels.all_reduce import Addends, Meeting
+from nvserve.kernels.all_reduce import NUM_INBOXES, Addends, Meeting
 from nvserve.workers.descriptors import exchange_descriptors
 from nvserve.workers.mapped_memory import MappedMemory
 from nvserve.workers.roll_call import RollCall
@@ -25,6 +25,7 @@ from nvserve.workers.roll_call import RollCall
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 512  # more are NCCL's, which then is the faster one
+MAX_INBOX_BYTES: Final = 64 << 20  # of all rows; with more ranks, fewer rows are best in one shot
 ALIGNMENT: Final = 256
 REFUSALS: Final = (RuntimeError, KeyError)  # of the driver; the binding raises the latter for news
 
@@ -32,12 +33,15 @@ REFUSALS: Final = (RuntimeError, KeyError)  # of the driver; the binding raises 
 class Crossover(NamedTuple):
     """Up to how many rows each way of summing is the fastest; above, NCCL is."""
 
-    one_shot_rows: int
+    one_shot_rows: int  # more than there are inboxes for go in two shots all the same
     two_shot_rows: int  # at least one_shot_rows
 
 
 class Layout:
-    """Where things are in a rank's allocation, in bytes: flags, then each place's two tables."""
+    """Where things are in a rank's allocation: flags, each place's two tables, then inboxes.
+
+    In bytes.
+    """
 
     def __init__(self, size: int, num_places: int, width: int, dtype: torch.dtype) -> None:
         self.size: Final = size
@@ -46,6 +50,9 @@ class Layout:
         self.dtype: Final = dtype
         self._first: Final = _aligned(2 * MAX_ROWS * size * torch.int32.itemsize)
         self._table: Final = _aligned(MAX_ROWS * width * dtype.itemsize)
+        inboxes_of_row = NUM_INBOXES * size * width * dtype.itemsize
+        self.inbox_rows: Final = min(MAX_ROWS, MAX_INBOX_BYTES // inboxes_of_row)
+        self._inbox_bytes: Final = self.inbox_rows * inboxes_of_row
 
     @property
     def is_possible(self) -> bool:
@@ -54,7 +61,11 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        return self._first + 2 * self.num_places * self._table
+        return self.inboxes + self._inbox_bytes
+
+    @property
+    def inboxes(self) -> int:
+        return self.addend(self.num_places)
 
     def addend(self, place: int) -> int:
         return self._first + 2 * place * self._table
@@ -98,6 +109,9 @@ class PeerMemory:
             layout.size,
             MAX_ROWS,
             max_programs,
+            layout.inbox_rows,
+            inboxes=_addresses(addresses, layout.inboxes, device),
+            turns=torch.zeros(layout.inbox_rows, dtype=torch.int32, device=device),
             flags=_addresses(addresses, 0, device),
             calls=torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
             given_up=torch.zeros(1, dtype=torch.int32, device=device),
@@ -147,7 +161,7 @@ class PeerMemory:
         )
 
     def _is_two_shot(self, num_rows: int) -> bool:
-        return num_rows > self.crossover.one_shot_rows
+        return num_rows > min(self.crossover.one_shot_rows, self._layout.inbox_rows)
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""

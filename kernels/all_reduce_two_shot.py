@@ -1,4 +1,4 @@
-"""Triton kernels of all_reduce.py: a program takes every so many rows and meets its twins once.
+"""The Triton kernel of sums in two shots: a program takes every so many rows and meets its twins.
 
 There are no more programs than multiprocessors, so that none waits for one without a place.
 """
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nvserve.kernels.all_reduce import Addends
+from nvserve.kernels.all_reduce_rows import elements, num_warps, put_row, take_residual
 from nvserve.kernels.dispatch import INTERPRETED
 from nvserve.kernels.launch import (
     inputs_ready,
@@ -16,16 +17,6 @@ from nvserve.kernels.launch import (
     launch_options,
     start_next,
 )
-
-
-@jit
-def _elements(addresses_ptr, rank, at, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to elements `at`, which follow each other, of a rank's part.
-
-    Parts are aligned, which the compiler cannot know: without it, it would read 2 bytes at a time.
-    """
-    part = tl.load(addresses_ptr + rank).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(part + at, 16)
 
 
 @jit
@@ -144,10 +135,10 @@ def _sum_of(addends_ptr, at, mask, out_ptr, SIZE: tl.constexpr):  # type: ignore
     Past the L1 cache, which may hold what was there before.
     """
     element: tl.constexpr = out_ptr.dtype.element_ty
-    first = _elements(addends_ptr, 0, at, element)
+    first = elements(addends_ptr, 0, at, element)
     total = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     for rank in tl.static_range(1, SIZE):
-        other = _elements(addends_ptr, rank, at, element)
+        other = elements(addends_ptr, rank, at, element)
         total += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return total.to(element)
 
@@ -168,14 +159,14 @@ def _gathered(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK], element)
     for rank in tl.static_range(SIZE):
         is_theirs = inside & (columns >= rank * SHARE) & (columns < rank * SHARE + SHARE)
-        sums = _elements(sums_ptr, rank, at, element)
+        sums = elements(sums_ptr, rank, at, element)
         found = tl.load(sums, mask=is_theirs, other=0.0, cache_modifier=".cg")
         total = tl.where(is_theirs, found, total)
     return total
 
 
 @jit_general("num_rows")
-def _all_reduce_kernel(  # type: ignore[no-untyped-def]
+def _two_shot_kernel(  # type: ignore[no-untyped-def]
     addends_ptr,
     sums_ptr,
     flags_ptr,
@@ -191,7 +182,7 @@ def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     eps,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    SHARE: tl.constexpr,  # columns that a rank sums for all; 0: each rank sums all columns
+    SHARE: tl.constexpr,  # columns that a rank sums for all
     SHARE_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,44 +203,32 @@ def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     call = tl.load(calls_ptr + program) + 1
     _announce(flags_ptr, program * SIZE + RANK, call, SIZE, PTX)
     _await(flags_ptr, program * SIZE, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
-    if SHARE > 0:
-        ours = RANK * SHARE + tl.arange(0, SHARE_BLOCK)
-        is_ours = (ours < RANK * SHARE + SHARE) & (ours < width)
-        for row in range(program, num_rows, num_programs):
-            at = row * stride + ours
-            part = _sum_of(addends_ptr, at, is_ours, out_ptr, SIZE)
-            tl.store(_elements(sums_ptr, RANK, at, element), part, mask=is_ours)
-        tl.debug_barrier()  # the threads that announce do so for all
-        second = (max_rows + program) * SIZE
-        _announce(flags_ptr, second + RANK, call, SIZE, PTX)
-        _await(flags_ptr, second, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
+    ours = RANK * SHARE + tl.arange(0, SHARE_BLOCK)
+    is_ours = (ours < RANK * SHARE + SHARE) & (ours < width)
+    for row in range(program, num_rows, num_programs):
+        at = row * stride + ours
+        part = _sum_of(addends_ptr, at, is_ours, out_ptr, SIZE)
+        tl.store(elements(sums_ptr, RANK, at, element), part, mask=is_ours)
+    tl.debug_barrier()  # the threads that announce do so for all
+    second = (max_rows + program) * SIZE
+    _announce(flags_ptr, second + RANK, call, SIZE, PTX)
+    _await(flags_ptr, second, call, given_up_ptr, abort_ptr, RANK, SIZE, PTX)
     for row in range(program, num_rows, num_programs):
         at = row * stride + columns
-        residual = tl.zeros([BLOCK], tl.float32)
-        if NORM:
-            residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if SHARE > 0:
-            total = _gathered(sums_ptr, at, columns, inside, out_ptr, SHARE, SIZE, BLOCK)
-        else:
-            total = _sum_of(addends_ptr, at, inside, out_ptr, SIZE)
-        if NORM:
-            total = (total.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
-            tl.store(residual_ptr + at, total, mask=inside)
-            x = total.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x) / width + eps)
-            total = (x * scale * weight).to(element)
-        tl.store(out_ptr + at, total, mask=inside)
+        residual = take_residual(residual_ptr, at, inside, NORM, BLOCK)
+        total = _gathered(sums_ptr, at, columns, inside, out_ptr, SHARE, SIZE, BLOCK)
+        put_row(total, residual, weight, eps, width, residual_ptr, out_ptr, at, inside, NORM)
     tl.store(calls_ptr + program, call)
 
 
-def _launch(
+def reduce(
     addends: Addends,
     num_rows: int,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    is_two_shot: bool,
 ) -> torch.Tensor:
+    """The sums [num_rows, N], or the normalized rows where there are a residual and a weight."""
     meeting, mine = addends.meeting, addends.mine
     assert num_rows <= meeting.max_rows
     out = mine.new_empty(num_rows, mine.shape[1])
@@ -259,8 +238,7 @@ def _launch(
     # Whole groups of 16 bytes, so that what a thread reads at a time has one owner.
     share = triton.cdiv(triton.cdiv(width, meeting.size), 8) * 8
     block = triton.next_power_of_2(width)
-    num_programs = min(num_rows, meeting.max_programs)
-    _all_reduce_kernel[(num_programs,)](
+    _two_shot_kernel[(min(num_rows, meeting.max_programs),)](
         addends.all,
         addends.sums,
         meeting.flags,
@@ -276,30 +254,12 @@ def _launch(
         eps,
         RANK=meeting.rank,
         SIZE=meeting.size,
-        SHARE=share if is_two_shot else 0,
+        SHARE=share,
         SHARE_BLOCK=triton.next_power_of_2(share),
         NORM=residual is not None,
         BLOCK=block,
         PTX=not INTERPRETED,
-        num_warps=max(1, min(32, block // 256)),  # 16 bytes a thread and rank in flight at once
+        num_warps=num_warps(block),
         **launch_options(mine.device),
     )
     return out
-
-
-def sum_rows(addends: Addends, num_rows: int, *, is_two_shot: bool) -> torch.Tensor:
-    """See all_reduce.sum_rows."""
-    return _launch(addends, num_rows, None, None, 0.0, is_two_shot)
-
-
-def sum_add_rms_norm(
-    addends: Addends,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    is_two_shot: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See all_reduce.sum_add_rms_norm."""
-    assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
-    return _launch(addends, len(residual), residual, weight, eps, is_two_shot), residual
