@@ -22,6 +22,18 @@ _GREEDY_BELOW: Final = tl.constexpr(GREEDY_BELOW)
 
 
 @jit
+def _first_largest(values, ids):  # type: ignore[no-untyped-def]
+    """The largest value and the lowest id that has it; NaN and -1 where there is a NaN.
+
+    Two plain reductions cost less than one over (value, index) pairs, and no more where the second
+    one also looks for NaN, which the first leaves out.
+    """
+    best = tl.max(values)
+    found = tl.min(tl.where(values == best, ids, tl.where(values == values, 2147483647, -1)))
+    return tl.where(found < 0, float("nan"), best), found
+
+
+@jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     slots_ptr,
@@ -81,9 +93,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             counters = base // 4 + tl.arange(0, TILE // 4)
             bits = token_bits(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), counters)
             values = scaled + gumbel_from_bits(bits)
-    # Two plain reductions cost less than one over (value, index) pairs.
-    best = tl.max(values)
-    best_id = tl.min(tl.where(values == best, ids, 2147483647))
+    best, best_id = _first_largest(values, ids)
     tl.store(best_values_ptr + row * num_tiles + tile, best)
     tl.store(best_ids_ptr + row * num_tiles + tile, best_id)
 
@@ -107,9 +117,8 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     at = row * num_tiles + tiles
     values = tl.load(best_values_ptr + at, mask=tiles < num_tiles, other=float("-inf"))
     ids = tl.load(best_ids_ptr + at, mask=tiles < num_tiles, other=2147483647)
-    best = tl.max(values)
-    best_id = tl.min(tl.where(values == best, ids, 2147483647))
-    # A row of -inf or NaN still gives an id of this shard.
+    best, best_id = _first_largest(values, ids)
+    # A row of -inf or with NaN still gives an id of this shard.
     best_id = tl.minimum(tl.maximum(best_id, first_token_id), first_token_id + num_tokens - 1)
     tl.store(values_ptr + row, best)
     tl.store(ids_ptr + row, best_id.to(tl.int64))

@@ -150,6 +150,25 @@ def test_a_row_of_nan_gets_some_id_and_harms_no_other(num_tokens: int, first_tok
         assert torch.equal(ids[others], expected[others])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_nan_among_the_logits_of_a_row_shows_in_its_value(temperature: float) -> None:
+    num_rows, num_tokens, first_token_id = 12, 5000, 512
+    logits = random(num_rows, num_tokens)
+    heat = torch.full((num_rows,), temperature, device=DEVICE)
+    seeds = torch.arange(num_rows, device=DEVICE)
+    places = {0: 0, 3: 4095, 5: 4096, 8: num_tokens - 1}  # of either tile
+    sound = torch.tensor([row not in places for row in range(num_rows)], device=DEVICE)
+    expected = sampling.gumbel_argmax(logits, heat, seeds, seeds, first_token_id)
+    for row, column in places.items():
+        logits[row, column] = float("nan")
+    values, ids = sampling.gumbel_argmax(logits, heat, seeds, seeds, first_token_id)
+    assert torch.equal(values.isnan(), ~sound)
+    assert torch.equal(values[sound], expected[0][sound])
+    assert torch.equal(ids[sound], expected[1][sound])
+    assert ((ids >= first_token_id) & (ids < first_token_id + num_tokens)).all()
+
+
 @pytest.mark.parametrize("num_tokens", [100] if INTERPRETED else [100, 32_003])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_penalties_masks_and_counts_match_the_reference(
