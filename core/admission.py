@@ -39,7 +39,15 @@ class Admission:
         if num_usable_blocks is None:
             self.held[submit.request_id] = (submit, matcher)
             return None
-        return self._make_request(submit, matcher, num_usable_blocks)
+        if submit.sampling.grammar and matcher is None:
+            raise RequestRefused("grammar", "grammar: was not compiled")
+        request = self._make_request(submit, matcher)
+        self._check_size(request, num_usable_blocks)
+        return request
+
+    def take_late(self, submit: Submit, matcher: Matcher | None) -> Request:
+        """The request of a submit that will run no more: any load, pool or grammar would do."""
+        return self._make_request(submit, matcher)
 
     def pop_late(self, now: float) -> list[tuple[Submit, Matcher | None]]:
         """Let go of those held whose deadline has passed."""
@@ -59,10 +67,8 @@ class Admission:
                 RefusalKind.BUSY,
             )
 
-    def _make_request(
-        self, submit: Submit, matcher: Matcher | None, num_usable_blocks: int
-    ) -> Request:
-        self._check_ranges(submit, matcher)
+    def _make_request(self, submit: Submit, matcher: Matcher | None) -> Request:
+        self._check_ranges(submit)
         prompt = self._ids("prompt", submit.prompt)
         emitted = self._ids("emitted", submit.emitted)
         sampling = submit.sampling
@@ -92,7 +98,6 @@ class Admission:
             num_scored=len(prompt) if emitted else 0,  # a replay's scores were sent long ago
             constraint=self._constraint(sampling, matcher),
         )
-        self._check_size(request, num_usable_blocks)
         if request.constraint is not None:
             for token_id in emitted:
                 request.constraint.advance(token_id)
@@ -108,7 +113,7 @@ class Admission:
         choice = sampling.allowed_token_ids
         return Constraint(self._limits.vocab_size, words, matcher, ignored, choice)
 
-    def _check_ranges(self, submit: Submit, matcher: Matcher | None) -> None:
+    def _check_ranges(self, submit: Submit) -> None:
         try:
             check_sampling(submit.sampling, self._limits.vocab_size)
         except BadParameter as error:
@@ -117,8 +122,6 @@ class Admission:
             raise RequestRefused(
                 "max_tokens", "max_tokens must be at least 1 with prompt_logprobs, not 0"
             )
-        if submit.sampling.grammar and matcher is None:
-            raise RequestRefused("grammar", "grammar: was not compiled")
         for param, seconds in (("arrival", submit.arrival), ("deadline", submit.deadline)):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise RequestRefused(param, f"{param} must be a time, not {seconds}")

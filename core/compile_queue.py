@@ -77,10 +77,17 @@ class CompileQueue:
         self._begin(now_s)
 
     def drop(self, request_id: int) -> None:
-        """The client left; a thread at work on its grammar finishes for nothing."""
+        """Nobody waits for it any more; a thread at work on its grammar finishes for nothing."""
         job = self._jobs.pop(request_id)
         if job.future is None:
             self._waiting.remove(job)
+
+    def pop_passed(self, now: float) -> list[Submit]:
+        """Let go of those whose deadline, like `now` in UNIX seconds, has passed."""
+        passed = [job.submit for job in self._jobs.values() if 0 < job.submit.deadline <= now]
+        for submit in passed:
+            self.drop(submit.request_id)
+        return passed
 
     def clear(self) -> None:
         self._jobs.clear()

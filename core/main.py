@@ -87,9 +87,10 @@ class Core:
                 return
             now = time.time()
             self._read_frontend()
+            uncompiled = self._compiling.pop_passed(now)
             self._read_compiled()
             self._read_workers(now)
-            self._scheduler.expire(now)
+            self._scheduler.expire(now, uncompiled)
             self._tell_search()
             self._send_steps()
             self._replies.flush(self._frontend.send)
@@ -155,10 +156,10 @@ class Core:
     def _submit(self, submit: Submit) -> None:
         """Hand it to the scheduler; with a grammar it goes to the compiler first."""
         num_compiling = len(self._compiling)
-        if not submit.sampling.grammar:
-            self._scheduler.submit(submit, num_compiling=num_compiling)
-        elif submit.request_id in self._compiling or self._scheduler.holds(submit.request_id):
+        if submit.request_id in self._compiling or self._scheduler.holds(submit.request_id):
             self._scheduler.counters.dropped += 1
+        elif not submit.sampling.grammar:
+            self._scheduler.submit(submit, num_compiling=num_compiling)
         elif num_compiling >= self._max_compiling and not submit.is_replay:
             self._scheduler.refuse(submit, overloaded())
         else:

@@ -3,6 +3,7 @@
 Knows ids and counts; never sees text, a tensor or a time it was not told.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -24,13 +25,7 @@ from nvserve.core.step_ledger import MAX_IN_FLIGHT, Report, Step, StepLedger
 from nvserve.core.suspects import Suspects
 from nvserve.core.waiting_queue import WaitingQueue
 from nvserve.protocol.control import EpochBroken
-from nvserve.protocol.messages import (
-    FinishReason,
-    RefusalKind,
-    SchedulerOutput,
-    StepFailed,
-    Submit,
-)
+from nvserve.protocol.messages import FinishReason, RefusalKind, SchedulerOutput, StepFailed, Submit
 
 
 class Scheduler:
@@ -74,26 +69,20 @@ class Scheduler:
         if self.holds(message.request_id):
             self.counters.dropped += 1
             return
-        pool = self.batch.tables.pool if self.batch is not None else None
-        self._take(message, matcher, num_compiling, pool.num_usable if pool is not None else None)
-
-    def _take(
-        self, message: Submit, matcher: Matcher | None, num_compiling: int, num_blocks: int | None
-    ) -> None:
+        batch = self.batch
         try:
             request = self._admission.take(
                 message,
                 matcher,
                 num_waiting=len(self.waiting) + num_compiling,
-                num_running=len(self.batch) if self.batch is not None else 0,
-                num_usable_blocks=num_blocks,
+                num_running=len(batch) if batch is not None else 0,
+                num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
             )
         except RequestRefused as refusal:
             self.refuse(message, refusal)
-            return
-        if request is not None:
-            self.counters.recovered += message.is_replay
-            self._accept(request)
+        else:
+            if request is not None:
+                self._accept(request, message)
 
     def holds(self, request_id: int) -> bool:
         """Is this request accepted and unfinished, or about to be?"""
@@ -120,10 +109,16 @@ class Scheduler:
             else:  # it finished meanwhile: a benign race
                 self.counters.dropped += 1
 
-    def expire(self, now: float) -> None:
-        """Finish requests whose deadline has passed; `now` in UNIX seconds."""
-        for message, matcher in self._admission.pop_late(now):  # accepted by a pool of any size
-            self._take(message, matcher, 0, 2**63)
+    def expire(self, now: float, uncompiled: Sequence[Submit] = ()) -> None:
+        """Finish requests whose deadline has passed; `now` in UNIX seconds.
+
+        `uncompiled` are such submits whose grammar was not ready.
+        """
+        for message, matcher in self._admission.pop_late(now) + [(s, None) for s in uncompiled]:
+            try:
+                self._accept(self._admission.take_late(message, matcher), message)
+            except RequestRefused as refusal:
+                self.refuse(message, refusal)
         for request_id in self._deadlines.pop_passed(now):
             request = self.requests.get(request_id)
             if request is not None and 0 < request.deadline <= now:
@@ -135,8 +130,9 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         self._admission.held.clear()
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request, message: Submit) -> None:
         self.counters.accepted += 1
+        self.counters.recovered += message.is_replay
         self.counters.prompt_tokens += request.num_prompt
         self._replies.accept(request.request_id)
         self.requests[request.request_id] = request

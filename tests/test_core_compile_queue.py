@@ -149,6 +149,27 @@ def test_a_replay_is_never_late() -> None:
         assert not isinstance(result, RequestRefused)
 
 
+def test_who_is_past_its_deadline_leaves_at_once_and_begins_nothing() -> None:
+    with made() as (queue, compiler):
+        begun, other, waiting, patient = submits("a", "b", "c", "d")
+        begun = replace(begun, deadline=50.0, is_replay=True)
+        waiting = replace(waiting, deadline=50.0)
+        for submit in (begun, other, waiting, patient):
+            queue.add(submit, 0.0)
+        assert queue.pop_passed(49.9) == []
+        assert queue.pop_passed(50.0) == [begun, waiting]
+        assert queue.pop_passed(99.0) == [], "each is handed out once"
+        assert queue.request_ids == [other.request_id, patient.request_id]
+        compiler.go.release(100)
+        results: list[Compiled] = []
+        while len(queue):
+            results += take(queue)
+        assert {s.request_id for s, _ in results} == {other.request_id, patient.request_id}
+        for _ in range(3):
+            assert compiler.entered.acquire(timeout=EVENT_LIMIT_S)
+        assert not compiler.entered.acquire(blocking=False), "nobody waited for the fourth"
+
+
 @pytest.mark.parametrize("forget", [lambda q, s: q.drop(s.request_id), lambda q, s: q.clear()])
 def test_nothing_comes_of_a_submit_that_is_dropped(
     forget: Callable[[CompileQueue, Submit], None],

@@ -130,8 +130,15 @@ class Rig:
         assert self.expect_reply(Hello).life == CORE_LIFE
 
     def submit(
-        self, request_id: int, *, max_tokens: int, core_life: int = CORE_LIFE, grammar: str = ""
+        self,
+        request_id: int,
+        *,
+        max_tokens: int,
+        core_life: int = CORE_LIFE,
+        grammar: str = "",
+        timeout_s: float = 0.0,
     ) -> None:
+        now = time.time()
         submit = Submit(
             self.life,
             core_life,
@@ -140,7 +147,8 @@ class Rig:
             b"",
             SamplingParams(max_tokens=max_tokens, grammar=grammar),
             seed=0,
-            arrival=time.time(),
+            arrival=now,
+            deadline=now + timeout_s if timeout_s else 0.0,
         )
         self.to_core.send(encode(submit))
 
@@ -331,6 +339,38 @@ def test_submits_that_cannot_be_answered_yet_are_named_in_the_statistics(rig: Ri
     assert rig.expect_reply(Accepted).request_ids == [7]
     stats = rig.expect_reply(CoreStats)
     assert (stats.request_ids, stats.unanswered_ids) == ([7], [8])
+
+
+def test_a_deadline_passes_while_the_grammar_is_compiled(rig: Rig) -> None:
+    """Without end, here. Two have their threads, and the third waits for one."""
+    os.mkdir(rig.model)
+    os.mkfifo(f"{rig.model}/tokenizer.json")  # the compiler waits for somebody to write it
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    late: set[int] = set()
+    for request_id in (7, 8, 9):
+        rig.submit(request_id, max_tokens=1, grammar="json:", timeout_s=0.1)
+    while late != {7, 8, 9}:
+        accepted = rig.expect_reply(Accepted).request_ids
+        emits = rig.expect_reply(Emits)
+        assert emits.request_ids == accepted
+        assert set(emits.finishes) == {FinishReason.DEADLINE}
+        assert late.isdisjoint(accepted)
+        late.update(accepted)
+    stats = wait_for(lambda: s if not (s := rig.expect_reply(CoreStats)).unanswered_ids else None)
+    assert stats.finished_totals[FinishReason.DEADLINE] == 3
+
+
+def test_an_id_that_comes_again_while_its_grammar_is_compiled_is_dropped(rig: Rig) -> None:
+    os.mkdir(rig.model)
+    os.mkfifo(f"{rig.model}/tokenizer.json")
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    rig.submit(7, max_tokens=1, grammar="json:", timeout_s=0.5)
+    rig.submit(7, max_tokens=1)
+    assert rig.expect_reply(Accepted).request_ids == [7]
+    emits = rig.expect_reply(Emits)
+    assert (emits.request_ids, emits.finishes) == ([7], [FinishReason.DEADLINE])
 
 
 def test_a_new_frontend_starts_with_nothing_and_the_old_requests_are_gone(rig: Rig) -> None:

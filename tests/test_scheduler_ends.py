@@ -1,6 +1,8 @@
 """Requests that end from outside: aborts, stop strings, deadlines, a frontend that died."""
 
+import pytest
 from model_check.cases import assert_all_as_expected, assert_empty, make_world, refusal
+from model_check.world import Entry, reference
 
 from nvserve.protocol.messages import (
     FinishReason,
@@ -111,6 +113,35 @@ def test_a_deadline_does_not_wait_for_the_pool() -> None:
     world.start_epoch()
     world.run()
     assert_all_as_expected(world, [patient])
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_a_deadline_does_not_wait_for_a_grammar(has_pool: bool) -> None:
+    """Nor is it refused for load meanwhile: see that the queue is full."""
+    world = make_world(max_queued_requests=1, max_num_seqs=1)
+    if not has_pool:
+        world.start_core()
+    others = [world.submit([2, 3], max_tokens=3, ignore_eos=True) for _ in range(2)]
+    late = world.make_submit([4, 3], max_tokens=9, grammar="every third", deadline=world.now + 5)
+    bad = world.make_submit([97], grammar="every third", deadline=world.now + 5)
+    begun = world.make_submit([4, 3], max_tokens=9, grammar="every third", deadline=world.now + 5)
+    emitted = reference(begun, world.limits)[0][:2]
+    for submit in (late, bad, begun):
+        world.journal[submit.request_id] = Entry(submit)
+    world.journal[begun.request_id].emitted = emitted
+    replay = world.replay(world.journal[begun.request_id])
+    world.now += 5
+    world.scheduler.expire(world.now, [late, bad, replay])
+    world.flush()
+    assert world.outcome(late.request_id) == ([], FinishReason.DEADLINE)
+    assert world.outcome(begun.request_id) == (emitted, FinishReason.DEADLINE)
+    assert refusal(world, bad.request_id).param == "prompt"
+    assert world.scheduler.counters.finished[FinishReason.DEADLINE] == 2
+    if not has_pool:
+        world.start_epoch()
+    world.run()
+    assert_all_as_expected(world, others)
     assert_empty(world)
 
 
