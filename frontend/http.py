@@ -39,7 +39,7 @@ from nvserve.frontend.schema import (
     parse,
     plain_messages,
 )
-from nvserve.frontend.service import Service
+from nvserve.frontend.service import FAREWELL, Service
 from nvserve.protocol.control import State
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ class _Endpoint:
             return
         except ApiError as error:
             await self._answer(exchange, error)
+        except asyncio.CancelledError:  # the process ends, and a drain has waited long enough
+            await self._answer(exchange, ApiError(503, FAREWELL, code="aborted"))
         except Exception:  # the edge: a bug costs this request alone, and its text stays here
             logger.exception("unexpected failure of %s", scope["path"])
             await self._answer(exchange, ApiError(500, "the server failed on this request"))

@@ -86,6 +86,7 @@ class Frontend:
         self._child.send(Ready(port=port, zmq_endpoint=endpoint))
         self._on_control()
         await self._exit.wait()
+        await self._end_all()
         self._door.close()
         self._engine.close()
         serving.cancel()  # what is still open ends with the process
@@ -121,6 +122,12 @@ class Frontend:
                 self._exit.set()
             case _:
                 logger.error("%s is no message for a frontend", type(message).__name__)
+
+    async def _end_all(self) -> None:
+        """Tell whoever waits for an answer that none will come."""
+        if self._drain is not None:
+            self._drain.cancel()
+        await self._service.drain(0.0)
 
     async def _drain_all(self, order: Drain) -> None:
         await self._service.drain(order.timeout_s, is_restart=order.is_restart)

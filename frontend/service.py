@@ -50,6 +50,7 @@ from nvserve.protocol.sampling import SamplingParams
 
 NO_TOOLS: Final = ToolPlan()
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
+FAREWELL: Final = "the server is shutting down"
 CLOSED_RETRY_AFTER_S: Final = 5.0
 GROUP_CHARS: Final = 64_000  # of many texts, encoded at once
 INLINE_IDS: Final = 100_000  # of given prompts; more are checked and packed in turns
@@ -146,7 +147,7 @@ class Service:
             return f"the server has failed: {reason}"
         if self._is_restarting and self.condition.state is not State.DRAINING:
             return "the frontend is being restarted"
-        return "the server is shutting down"
+        return FAREWELL
 
     # -- bodies to plans -------------------------------------------------------------------------
 

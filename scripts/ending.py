@@ -3,6 +3,7 @@
 Pure, like the policy above it in recovery.py.
 
     drain: Drain -> Drained or its limit -> stop          give up: farewell -> stop
+    interrupt: SIGKILL to all but the frontend -> stop    once more: SIGKILL to the rest -> End
     stop: SIGKILL to who still starts, Exit to all -> all gone or 2 s -> SIGKILL to the rest -> End
 """
 
@@ -73,10 +74,22 @@ class Ending:
         self._enter(Step.FAREWELL, now + FAREWELL_S)
         self._house.send(frontend, Drain(0.0))
 
-    def kill(self, now: float, code: ExitCode | None = None) -> None:
+    def interrupt(self, now: float) -> None:
+        """A signal while the launch ends: all leave at once; by the next one nobody is asked.
+
+        Only the frontend may leave by itself, since it answers everybody first.
+        """
+        is_asking = self.code is not ExitCode.INTERRUPTED and self.step is not Step.KILLING
+        self.code, self.reason = ExitCode.INTERRUPTED, "stopped at once"
+        if not is_asking:
+            self.kill(now)
+            return
+        members = self._house.members.values()
+        self._house.fence([m for m in members if m.child.role is not Role.FRONTEND], now)
+        self.stop(now)
+
+    def kill(self, now: float) -> None:
         """SIGKILL to all that is left."""
-        if code is not None:
-            self.code, self.reason = code, "stopped at once"
         self._enter(Step.KILLING, now + FENCE_LIMIT_S)
         self._house.fence(self._house.members.values(), now)
         self._end_if_alone()

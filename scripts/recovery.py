@@ -99,7 +99,8 @@ class Recovery:
     def state(self) -> State:
         """The condition of the whole server."""
         if self._ending.step is not Step.NONE:
-            return State.DRAINING if self._ending.code is ExitCode.OK else State.FAILED
+            is_wanted = self._ending.code in (ExitCode.OK, ExitCode.INTERRUPTED)
+            return State.DRAINING if is_wanted else State.FAILED
         is_serving = self.formation.stage is Stage.SERVING and not self._broken.is_known
         if is_serving and self._house.is_ready(Role.FRONTEND):
             return State.READY
@@ -208,7 +209,7 @@ class Recovery:
     def interrupt(self, now: float) -> list[Action]:
         """SIGINT or SIGTERM: the first one drains, the next one ends everything at once."""
         if self._ending.step is not Step.NONE:
-            self._ending.kill(now, ExitCode.INTERRUPTED)
+            self._ending.interrupt(now)
         elif self.was_ready and self._house.is_ready(Role.FRONTEND):
             timeout_s = self.limits.shutdown_timeout_s
             self._house.note(

@@ -281,6 +281,17 @@ async def waiting_for_core(served: Served, client: Client) -> AsyncIterator[None
             await answering
 
 
+def test_a_request_that_the_loops_end_finds_is_answered(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": "x"})
+        async with waiting_for_core(served, client):
+            pass  # its task is cancelled, as are those that a last drain could not end
+        assert client.status == 503
+        assert b"the server is shutting down" in client.answer
+
+    run(tmp_path, story)
+
+
 def test_a_request_that_waits_keeps_no_list_of_its_ids(tmp_path: Path) -> None:
     """Each garbage collection would look at every one of them."""
     num_ids = 3001

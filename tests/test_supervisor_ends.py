@@ -10,6 +10,7 @@ from nvserve.protocol.control import (
     Drain,
     Drained,
     EpochBroken,
+    Exit,
     Failed,
     Held,
     Ready,
@@ -144,13 +145,48 @@ def test_a_worker_that_dies_while_draining_is_still_replaced() -> None:
     assert world.end.code is ExitCode.OK
 
 
-def test_a_second_interrupt_kills_everything() -> None:
+def test_a_second_interrupt_kills_all_but_the_frontend_which_answers_everybody_first() -> None:
     world = started()
     world.interrupt()
+    frontend = world.one(FRONTEND)
     world.interrupt()
+    assert frontend in [order.child for order in world.sent if isinstance(order.message, Exit)]
+    assert frontend not in world.killed
+    assert len(world.killed) == 3
+    assert {condition.state for condition in world.orders(Condition)[-2:]} == {State.DRAINING}
     assert world.end is not None
     assert world.end.code is ExitCode.INTERRUPTED
-    assert len(world.killed) == 4
+
+
+@pytest.mark.parametrize("is_impatient", [False, True])
+def test_a_frontend_that_does_not_leave_is_killed_soon_or_by_a_third_interrupt(
+    is_impatient: bool,
+) -> None:
+    world = started()
+    frontend = world.one(FRONTEND)
+    world.mute = {frontend}
+    world.interrupt()
+    world.interrupt()
+    assert world.alive == [frontend]
+    if is_impatient:
+        world.interrupt()
+    else:
+        world.pass_time(2.25)
+    assert world.killed[-1] == frontend
+    assert world.end is not None
+    assert world.end.code is ExitCode.INTERRUPTED
+
+
+def test_a_second_interrupt_after_a_drain_keeps_the_frontend_too() -> None:
+    """It has been told to leave, and may be answering."""
+    world = started()
+    stubborn, frontend = world.worker(0), world.one(FRONTEND)
+    world.mute = {stubborn, frontend}
+    world.interrupt()
+    world.hear(frontend, Drained())
+    world.interrupt()
+    assert stubborn in world.killed
+    assert world.alive == [frontend]
 
 
 def test_a_child_that_does_not_leave_is_killed_after_two_seconds() -> None:

@@ -12,7 +12,7 @@ from api.frontend_process import DEMO_MODEL, LABEL, MODEL_NAME, FrontendProcess
 from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
-from nvserve.protocol.control import Drained, State
+from nvserve.protocol.control import State
 from nvserve.protocol.messages import Finish, FinishReason, RefusalKind, Submit, unpack_ids
 
 TOKENIZER = Tokenizer.from_file(f"{DEMO_MODEL}/tokenizer.json")
@@ -358,53 +358,6 @@ def test_unknown_paths_and_methods_have_openai_errors(frontend: FrontendProcess)
         got, body = frontend.request(method, path)
         assert got == status
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-
-
-def test_a_drain_refuses_new_requests_and_waits_for_running_ones(
-    frontend: FrontendProcess, core: FakeCore, client: openai.OpenAI
-) -> None:
-    core.is_held.set()
-    stream = client.completions.create(
-        model=MODEL_NAME, prompt=PROMPT, max_tokens=5, temperature=0, stream=True
-    )
-    frontend.drain(60.0)
-    frontend.wait_health("draining")
-    assert frontend.post("/v1/completions", {"prompt": "x"})[0] == 503
-    core.is_held.clear()
-    assert "".join(chunk.choices[0].text for chunk in stream) == text_of(PROMPT, 5)
-    frontend.expect(Drained)
-
-
-def test_a_drain_ends_what_outlasts_its_timeout_with_an_error(
-    frontend: FrontendProcess, core: FakeCore, client: openai.OpenAI
-) -> None:
-    core.is_held.set()
-    stream = client.completions.create(model=MODEL_NAME, prompt=PROMPT, stream=True)
-    frontend.drain(0.2)
-    with pytest.raises(openai.APIError, match="shutting down"):
-        list(stream)
-    frontend.expect(Drained)
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [(State.READY, "the frontend is being restarted"), (State.DRAINING, "shutting down")],
-)
-def test_a_drain_for_a_restart_says_so_unless_the_server_ends_meanwhile(
-    state: State, words: str, frontend: FrontendProcess, core: FakeCore, client: openai.OpenAI
-) -> None:
-    core.is_held.set()
-    stream = client.completions.create(model=MODEL_NAME, prompt=PROMPT, stream=True)
-    frontend.tell(state)
-    frontend.drain(1.0, is_restart=True)
-    frontend.wait_health("draining")
-    status, answer = frontend.post("/v1/completions", {"prompt": "x"})
-    assert status == 503
-    assert words in answer["error"]["message"]
-    assert frontend.last_headers["retry-after"]
-    with pytest.raises(openai.APIError, match=words):
-        list(stream)
-    frontend.expect(Drained)
 
 
 def test_the_request_id_is_echoed_only_when_it_is_sane(frontend: FrontendProcess) -> None:

@@ -51,6 +51,13 @@ class Streams:
             for head, connection in zip(self.heads, self.http, strict=True)
         ]
 
+    def assert_told(self) -> None:
+        """Each stream over HTTP ends with an error event."""
+        for events in self.read_http():
+            error = json.loads(events[-3].partition("data: ")[2])["error"]
+            assert "shutting down" in error["message"]
+            assert "[DONE]" in events[-2]
+
     def __enter__(self) -> Self:
         return self
 
@@ -116,21 +123,24 @@ def test_a36_streams_beyond_the_limit_end_with_an_error() -> None:
             assert error.status == 503
             assert "shutting down" in error.message
         assert time.monotonic() - begun >= 0.9
-        for events in streams.read_http():
-            assert (
-                "shutting down" in json.loads(events[-3].partition("data: ")[2])["error"]["message"]
-            )
-            assert "[DONE]" in events[-2]
+        streams.assert_told()
         assert asker.server.wait_exit() == 0
 
 
-def test_a36_a_second_signal_ends_at_once() -> None:
+def test_a36_a_second_signal_ends_at_once_and_everybody_is_told() -> None:
     with launched() as asker, Streams(asker, max_tokens=4000) as streams:
+        plain = post_raw(asker, {"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
         asker.server.signal(signal.SIGTERM)
         wait_for("draining", lambda: is_draining(asker))
         asker.server.signal(signal.SIGTERM)
+        streams.assert_told()
+        with plain:
+            answer = read_to_end(plain)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "aborted"
+        for peer in streams.zmq:
+            assert peer.output(1, Error)[1].status == 503
         assert asker.server.wait_exit(FAST_EXIT_S) == 130
-        assert not any("[DONE]" in "".join(events) for events in streams.read_http())
         assert not list(asker.server.tmpdir.iterdir())
 
 
