@@ -188,6 +188,17 @@ class Engine:
         if self._forget(entry) and entry.standing is not Standing.QUEUED:
             self._link.send(Finish(self.life, self._link.core_life, [entry.request_id]))
 
+    def expire(self, now: float) -> None:
+        """End whom core, if there is one, has not ended at the deadline; `now` in UNIX seconds."""
+        for entry in self.journal.overdue(now):
+            if entry.request_id in self._listeners:  # else another's end was its end too
+                self._end(entry, FinishReason.DEADLINE)
+
+    def _end(self, entry: Entry, reason: FinishReason) -> None:
+        listener = self._listeners[entry.request_id]
+        self.abort(entry)
+        listener.on_tokens((), reason, 0, None)
+
     def _next_id(self) -> int:
         self._counter += 1
         return make_request_id(self.life, self._counter)
@@ -236,9 +247,7 @@ class Engine:
         logger.warning("core crashed with %d requests: they are suspects now", len(held))
         self.on_search(len(self._quarantine))
         if condemned is not None:
-            listener = self._listeners[condemned.request_id]
-            self._forget(condemned)
-            listener.on_tokens((), FinishReason.ENGINE_FAULT, 0, None)
+            self._end(condemned, FinishReason.ENGINE_FAULT)
 
     def _review(self) -> None:
         """A trial that is over lets the next suspects go to core, or everybody when none is."""

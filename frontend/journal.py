@@ -8,9 +8,12 @@ import enum
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from nvserve.protocol.messages import FinishReason, Submit
 from nvserve.protocol.sampling import SamplingParams
+
+CORE_GRACE_S: Final = 1.0  # for core to end what is with it at its deadline
 
 
 class Standing(enum.Enum):
@@ -77,6 +80,15 @@ class Journal:
 
     def get(self, request_id: int) -> Entry | None:
         return self._entries.get(request_id)
+
+    def overdue(self, now: float) -> list[Entry]:
+        """Whose deadline has passed by `now`, UNIX seconds, without a word of core in due time."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if 0 < entry.deadline <= now
+            and (entry.standing is Standing.QUEUED or entry.deadline + CORE_GRACE_S <= now)
+        ]
 
     def add(self, entry: Entry) -> None:
         assert entry.request_id not in self._entries, f"request {entry.request_id} is in already"

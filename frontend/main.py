@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from typing import Final
 
 import uvloop
@@ -103,6 +104,7 @@ class Frontend:
     def _beat(self) -> None:
         self._child.page.beat(Phase.SERVING)
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+        self._engine.expire(time.time())
 
     def _on_control(self) -> None:
         while (message := self._child.receive()) is not None:

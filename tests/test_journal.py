@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvserve.frontend.journal import Entry, Gap, Journal, Standing
+from nvserve.frontend.journal import CORE_GRACE_S, Entry, Gap, Journal, Standing
 from nvserve.protocol.messages import FinishReason, pack_ids, unpack_ids
 from nvserve.protocol.sampling import SamplingParams
 
@@ -154,3 +154,22 @@ def test_strikes_that_core_told_travel_with_the_replay() -> None:
     assert entry.submit(0, 1).strikes == 2
     journal.strike(1, 0)
     assert entry.submit(0, 1).strikes == 0
+
+
+def test_who_is_overdue_depends_on_whether_core_may_still_say_so() -> None:
+    journal = Journal()
+    for request_id, deadline, standing in (
+        (1, 0.0, Standing.QUEUED),
+        (2, 50.0, Standing.QUEUED),
+        (3, 50.0, Standing.SENT),
+        (4, 50.0, Standing.ACCEPTED),
+        (5, 51.5, Standing.QUEUED),
+    ):
+        journal.add(make_entry(request_id, deadline=deadline, standing=standing))
+
+    def overdue(now: float) -> list[int]:
+        return [entry.request_id for entry in journal.overdue(now)]
+
+    assert overdue(49.9) == []
+    assert overdue(50.0) == [2]
+    assert overdue(50.0 + CORE_GRACE_S) == [2, 3, 4]
