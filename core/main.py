@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import zmq
@@ -45,6 +45,7 @@ IDLE_MS: Final = 250  # the longest wait for messages; keeps the page beating an
 RETRY_MS: Final = 10  # the same while the frontend does not take what it must get
 STATS_MIN_S: Final = 0.25  # between two CoreStats while something changes
 STATS_MAX_S: Final = 1.0  # between two CoreStats at all
+FAULT: Final = 1  # exit status
 
 
 class Core:
@@ -263,10 +264,16 @@ def _is_same(stats: CoreStats, other: CoreStats | None) -> bool:
     return all(getattr(stats, name) == getattr(other, name) for name in fields)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> NoReturn:
+    """Serve, and end the process at once: no thread that compiles a grammar holds it up."""
     core = Core(bootstrap(argv))
     freeze_start()
-    core.run()
+    try:
+        core.run()
+    except Exception:
+        logger.critical("core ends with a fault of its own", exc_info=True)
+        os._exit(FAULT)
+    os._exit(0)
 
 
 if __name__ == "__main__":

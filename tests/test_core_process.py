@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 import zmq
 
+from nvserve.core.grammar import GIVE_UP_S
 from nvserve.protocol import channel
 from nvserve.protocol.channel import ControlChannel, Inbox, Outbox
 from nvserve.protocol.codec import decode_from_child, decode_to_frontend, decode_to_worker, encode
@@ -20,9 +21,11 @@ from nvserve.protocol.control import (
     EpochBroken,
     EpochReady,
     Exit,
+    FaultKind,
     FromChild,
     Held,
     Hold,
+    Inject,
     Peers,
     Ready,
     Role,
@@ -30,6 +33,7 @@ from nvserve.protocol.control import (
     Setup,
     StartEpoch,
 )
+from nvserve.protocol.faults import SEND
 from nvserve.protocol.messages import (
     Abort,
     Accepted,
@@ -69,7 +73,7 @@ def wait_for(poll: Callable[[], T | None]) -> T:
 class Rig:
     """A core process and everybody it talks to."""
 
-    def __init__(self, launch_dir: Path) -> None:
+    def __init__(self, launch_dir: Path, *, enable_faults: bool = False) -> None:
         self.launch_dir = str(launch_dir)
         self.model = f"{launch_dir}/m"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,7 +89,12 @@ class Rig:
         self.sockets: list[Outbox | Inbox] = []
         facts = ModelFacts("X", vocab_size=100, num_layers=1, num_kv_heads=1, context_len=64)
         config = Config(
-            model=self.model, facts=facts, served_model_names=["m"], max_model_len=64, block_size=4
+            model=self.model,
+            facts=facts,
+            served_model_names=["m"],
+            max_model_len=64,
+            block_size=4,
+            enable_faults=enable_faults,
         )
         self.searches: list[int] = []
         self.tell(Setup(config, Role.CORE, CORE_LIFE, self.launch_dir))
@@ -98,6 +107,21 @@ class Rig:
             link.close()
         self.context.term()
         self.control.close()
+
+    def block_compiler(self) -> None:
+        """No grammar is ever compiled: the compiler waits for somebody to write the tokenizer."""
+        os.mkdir(self.model)
+        os.mkfifo(f"{self.model}/tokenizer.json")
+
+    def compile_for_ever(self, request_id: int) -> None:
+        """Submit a request whose grammar is being compiled, without end, once this returns."""
+        self.block_compiler()
+        self.submit(request_id, max_tokens=1, grammar="json:")
+
+        def poll() -> bool | None:
+            return True if self.expect_reply(CoreStats).unanswered_ids == [request_id] else None
+
+        wait_for(poll)
 
     # -- launcher
 
@@ -324,8 +348,7 @@ def test_requests_of_an_epoch_that_the_launcher_blames_are_suspects(rig: Rig) ->
 
 def test_submits_that_cannot_be_answered_yet_are_named_in_the_statistics(rig: Rig) -> None:
     """Else the frontend takes them for lost: one waits for an epoch, one for its grammar."""
-    os.mkdir(rig.model)
-    os.mkfifo(f"{rig.model}/tokenizer.json")  # the compiler waits for somebody to write it
+    rig.block_compiler()
     rig.meet(life=1)
     rig.submit(7, max_tokens=1)
     rig.submit(8, max_tokens=1, grammar="json:")
@@ -343,8 +366,7 @@ def test_submits_that_cannot_be_answered_yet_are_named_in_the_statistics(rig: Ri
 
 def test_a_deadline_passes_while_the_grammar_is_compiled(rig: Rig) -> None:
     """Without end, here. Two have their threads, and the third waits for one."""
-    os.mkdir(rig.model)
-    os.mkfifo(f"{rig.model}/tokenizer.json")  # the compiler waits for somebody to write it
+    rig.block_compiler()
     rig.meet(life=1)
     rig.start_epoch(tp_size=1)
     late: set[int] = set()
@@ -362,8 +384,7 @@ def test_a_deadline_passes_while_the_grammar_is_compiled(rig: Rig) -> None:
 
 
 def test_an_id_that_comes_again_while_its_grammar_is_compiled_is_dropped(rig: Rig) -> None:
-    os.mkdir(rig.model)
-    os.mkfifo(f"{rig.model}/tokenizer.json")
+    rig.block_compiler()
     rig.meet(life=1)
     rig.start_epoch(tp_size=1)
     rig.submit(7, max_tokens=1, grammar="json:", timeout_s=0.5)
@@ -422,6 +443,25 @@ def test_an_idle_core_beats_its_page_and_says_that_it_waits(rig: Rig) -> None:
     assert first is not None
     wait_for(poll)
     wait_for(lambda: True if (page := read_page(path)) and page.time_s > first.time_s else None)
+
+
+def test_core_leaves_while_a_grammar_is_compiled(rig: Rig) -> None:
+    rig.meet(life=1)
+    rig.compile_for_ever(7)
+    rig.tell(Exit())
+    assert rig.process.wait(GIVE_UP_S / 2) == 0
+
+
+def test_a_fault_of_core_ends_it_while_a_grammar_is_compiled(tmp_path: Path) -> None:
+    """Else it would have to be found to hang, which takes seconds."""
+    rig = Rig(tmp_path, enable_faults=True)
+    try:
+        rig.meet(life=1)
+        rig.compile_for_ever(7)
+        rig.tell(Inject(FaultKind.EXCEPTION, phase=SEND))
+        assert rig.process.wait(GIVE_UP_S / 2) == 1
+    finally:
+        rig.close()
 
 
 def test_core_leaves_with_its_launcher(rig: Rig) -> None:
