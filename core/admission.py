@@ -21,8 +21,7 @@ class Admission:
 
     def __init__(self, limits: Limits) -> None:
         self._limits: Final = limits
-        # Unanswered until the size of the pool is known; with their compiled grammars.
-        self.held: Final[dict[int, tuple[Submit, Matcher | None]]] = {}
+        self.held: Final[dict[int, Request]] = {}  # unanswered until the size of the pool is known
 
     def take(
         self,
@@ -36,24 +35,26 @@ class Admission:
         """The request of a submit, None when it is held; RequestRefused names field and numbers."""
         if not submit.is_replay:
             self._check_load(num_waiting + len(self.held), num_running)
-        if num_usable_blocks is None:
-            self.held[submit.request_id] = (submit, matcher)
-            return None
         if submit.sampling.grammar and matcher is None:
             raise RequestRefused("grammar", "grammar: was not compiled")
-        request = self._make_request(submit, matcher)
-        self._check_size(request, num_usable_blocks)
+        request = self.make_request(submit, matcher)
+        if num_usable_blocks is None:
+            self.held[request.request_id] = request
+            return None
+        self.check_size(request, num_usable_blocks)
         return request
 
-    def take_late(self, submit: Submit, matcher: Matcher | None) -> Request:
-        """The request of a submit that will run no more: any load, pool or grammar would do."""
-        return self._make_request(submit, matcher)
+    def pop_held(self) -> list[Request]:
+        """Let go of all, in the order they came; their size is to be checked."""
+        held = list(self.held.values())
+        self.held.clear()
+        return held
 
-    def pop_late(self, now: float) -> list[tuple[Submit, Matcher | None]]:
+    def pop_late(self, now: float) -> list[Request]:
         """Let go of those held whose deadline has passed."""
-        late = [held for held in self.held.values() if 0 < held[0].deadline <= now]
-        for submit, _ in late:
-            del self.held[submit.request_id]
+        late = [request for request in self.held.values() if 0 < request.deadline <= now]
+        for request in late:
+            del self.held[request.request_id]
         return late
 
     def _check_load(self, num_waiting: int, num_running: int) -> None:
@@ -67,7 +68,8 @@ class Admission:
                 RefusalKind.BUSY,
             )
 
-    def _make_request(self, submit: Submit, matcher: Matcher | None) -> Request:
+    def make_request(self, submit: Submit, matcher: Matcher | None = None) -> Request:
+        """The request of a submit, whatever the load, the pool and the want of a grammar."""
         self._check_ranges(submit)
         prompt = self._ids("prompt", submit.prompt)
         emitted = self._ids("emitted", submit.emitted)
@@ -146,8 +148,8 @@ class Admission:
             )
         return ids
 
-    def _check_size(self, request: Request, num_usable_blocks: int) -> None:
-        """A request that could not run with the pool for itself would wait for ever."""
+    def check_size(self, request: Request, num_usable_blocks: int) -> None:
+        """Refuse a request that could not run with the pool for itself: it would wait for ever."""
         size = self._limits.block_size
         num_needed = -(-(request.max_total - 1) // size)
         if num_needed <= num_usable_blocks or request.sampling.max_tokens == 0:

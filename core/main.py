@@ -162,7 +162,7 @@ class Core:
         elif not submit.sampling.grammar:
             self._scheduler.submit(submit, num_compiling=num_compiling)
         elif num_compiling >= self._max_compiling and not submit.is_replay:
-            self._scheduler.refuse(submit, overloaded())
+            self._scheduler.refuse(submit.request_id, overloaded())
         else:
             self._compiling.add(submit, time.monotonic())
 
@@ -179,7 +179,7 @@ class Core:
             return
         for submit, result in self._compiling.take(time.monotonic()):
             if isinstance(result, RequestRefused):
-                self._scheduler.refuse(submit, result)
+                self._scheduler.refuse(submit.request_id, result)
             else:
                 self._scheduler.submit(submit, result, num_compiling=len(self._compiling))
 

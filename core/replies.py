@@ -20,7 +20,6 @@ from nvserve.protocol.messages import (
     Logprobs,
     Refused,
     Strikes,
-    Submit,
 )
 
 Reply = Accepted | Refused | Emits | Strikes
@@ -47,12 +46,12 @@ class Replies:
     def accept(self, request_id: int) -> None:
         self._queue.append(Accepted(self._core_life, self._frontend_life, [request_id]))
 
-    def refuse(self, submit: Submit, refusal: RequestRefused) -> None:
+    def refuse(self, request_id: int, refusal: RequestRefused) -> None:
         self._queue.append(
             Refused(
                 self._core_life,
                 self._frontend_life,
-                submit.request_id,
+                request_id,
                 refusal.kind,
                 refusal.message,
                 refusal.param,

@@ -79,10 +79,11 @@ class Scheduler:
                 num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
             )
         except RequestRefused as refusal:
-            self.refuse(message, refusal)
-        else:
-            if request is not None:
-                self._accept(request, message)
+            self.refuse(message.request_id, refusal)
+            return
+        self.counters.recovered += message.is_replay
+        if request is not None:
+            self._accept(request)
 
     def holds(self, request_id: int) -> bool:
         """Is this request accepted and unfinished, or about to be?"""
@@ -93,10 +94,10 @@ class Scheduler:
         """Requests that wait for the first epoch to be accepted or refused."""
         return list(self._admission.held)
 
-    def refuse(self, message: Submit, refusal: RequestRefused) -> None:
+    def refuse(self, request_id: int, refusal: RequestRefused) -> None:
         """Answer a submit that is not taken."""
         self.counters.refused += 1
-        self._replies.refuse(message, refusal)
+        self._replies.refuse(request_id, refusal)
 
     def end(self, request_ids: list[int], reason: FinishReason) -> None:
         """Finish requests from outside; unknown ids are counted."""
@@ -104,8 +105,8 @@ class Scheduler:
             if request_id in self.requests:
                 self._end(self.requests[request_id], reason)
             elif request_id in self._admission.held:
-                submit, _ = self._admission.held.pop(request_id)
-                self.refuse(submit, RequestRefused("", "aborted", RefusalKind.DRAINING))
+                del self._admission.held[request_id]
+                self.refuse(request_id, RequestRefused("", "aborted", RefusalKind.DRAINING))
             else:  # it finished meanwhile: a benign race
                 self.counters.dropped += 1
 
@@ -114,15 +115,17 @@ class Scheduler:
 
         `uncompiled` are such submits whose grammar was not ready.
         """
-        for message, matcher in self._admission.pop_late(now) + [(s, None) for s in uncompiled]:
+        for request in self._admission.pop_late(now):
+            self._accept(request)
+        for message in uncompiled:
             try:
-                self._accept(self._admission.take_late(message, matcher), message)
+                self._accept(self._admission.make_request(message))
+                self.counters.recovered += message.is_replay
             except RequestRefused as refusal:
-                self.refuse(message, refusal)
+                self.refuse(message.request_id, refusal)
         for request_id in self._deadlines.pop_passed(now):
-            request = self.requests.get(request_id)
-            if request is not None and 0 < request.deadline <= now:
-                self._end(request, FinishReason.DEADLINE)
+            if request_id in self.requests and 0 < self.requests[request_id].deadline <= now:
+                self._end(self.requests[request_id], FinishReason.DEADLINE)
 
     def drop_frontend(self) -> None:
         """Free everything a frontend left behind; nobody is there to be told."""
@@ -130,9 +133,8 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         self._admission.held.clear()
 
-    def _accept(self, request: Request, message: Submit) -> None:
+    def _accept(self, request: Request) -> None:
         self.counters.accepted += 1
-        self.counters.recovered += message.is_replay
         self.counters.prompt_tokens += request.num_prompt
         self._replies.accept(request.request_id)
         self.requests[request.request_id] = request
@@ -177,10 +179,12 @@ class Scheduler:
         tables = BlockTables(num_kv_blocks, self._limits.block_size, self._hasher)
         self.batch = Batch(self._limits.max_num_seqs, tables)
         self.ledger = StepLedger(epoch=epoch, tp_size=tp_size, vocab_size=self._limits.vocab_size)
-        held = list(self._admission.held.values())
-        self._admission.held.clear()
-        for message, matcher in held:
-            self.submit(message, matcher)
+        for request in self._admission.pop_held():
+            try:
+                self._admission.check_size(request, tables.pool.num_usable)
+                self._accept(request)
+            except RequestRefused as refusal:
+                self.refuse(request.request_id, refusal)
 
     def leave_epoch(self) -> None:
         """Preempt everybody; what is in flight is lost.

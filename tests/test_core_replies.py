@@ -13,11 +13,9 @@ from nvserve.protocol.messages import (
     RefusalKind,
     Refused,
     Strikes,
-    Submit,
     pack_ids,
     unpack_ids,
 )
-from nvserve.protocol.sampling import SamplingParams
 
 NONE, STOP, ABORT = FinishReason.NONE, FinishReason.STOP, FinishReason.ABORT
 
@@ -41,10 +39,6 @@ def make_emits(
 
 def make_logprobs(token_id: int) -> Logprobs:
     return Logprobs([0], pack_ids([token_id]), [1], pack_ids([token_id]), pack_ids([token_id]))
-
-
-def make_submit(request_id: int) -> Submit:
-    return Submit(2, 1, request_id, pack_ids([1]), b"", SamplingParams(), 0, 0.0)
 
 
 def test_merged_emits_keep_the_first_index_and_the_order_of_tokens() -> None:
@@ -89,7 +83,7 @@ def test_unsendable_replies_are_kept_in_order_and_merged() -> None:
     replies.restart(2)
     for request_id in (1, 2):
         replies.accept(request_id)
-    replies.refuse(make_submit(3), RequestRefused("prompt", "no"))
+    replies.refuse(3, RequestRefused("prompt", "no"))
     assert not replies.flush(lambda reply: False)
     replies.accept(4)
     sent: list[Reply] = []

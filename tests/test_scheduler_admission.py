@@ -138,6 +138,22 @@ def test_submits_before_the_pool_is_known_are_answered_once_it_is() -> None:
     assert_all_as_expected(world, [good])
 
 
+def test_what_could_never_be_taken_is_refused_before_the_pool_is_known() -> None:
+    """Its client need not wait for a load; nor has core all of them to look at once it is over."""
+    world = make_world()
+    world.start_core()
+    assert refusal(world, world.submit([97])).param == "prompt"
+    assert refusal(world, world.submit([2] * 64)).param == "prompt"
+    assert refusal(world, world.submit([2], top_p=2.0)).param == "top_p"
+    submit = world.make_submit([2, 3], grammar="json:")
+    world.journal[submit.request_id] = Entry(submit)
+    world.scheduler.submit(submit)
+    world.flush()
+    assert refusal(world, submit.request_id).param == "grammar"
+    assert world.scheduler.held_ids == []
+    assert world.scheduler.counters.refused == 4
+
+
 def test_a_frontend_that_dies_takes_its_unanswered_submits_along() -> None:
     world = make_world()
     world.start_core()
