@@ -21,7 +21,9 @@ from nvserve.protocol.messages import (
     ToFrontend,
 )
 
-MAX_FRAMES: Final = 512  # read from one socket before the others get their turn
+# Read from one socket before the others get their turn.
+MAX_FRAMES: Final = 512
+MAX_BYTES: Final = 1 << 20
 
 Context = zmq.Context[zmq.Socket[bytes]]
 T = TypeVar("T")
@@ -130,10 +132,12 @@ class WorkerLinks:
 def _receive(
     link: FrontendLink | WorkerLinks, inbox: Inbox | None, decode: Decoder[T]
 ) -> Iterator[T]:
+    num_bytes = 0
     for _ in range(MAX_FRAMES):
-        frame = inbox.receive() if inbox is not None else None
+        frame = inbox.receive() if inbox is not None and num_bytes < MAX_BYTES else None
         if frame is None:
             return
+        num_bytes += len(frame)
         try:
             message = decode(frame)
         except BadFrame:

@@ -143,6 +143,7 @@ class Rig:
         max_tokens: int,
         core_life: int = CORE_LIFE,
         grammar: str = "",
+        bad_words: list[list[int]] | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         now = time.time()
@@ -152,7 +153,7 @@ class Rig:
             request_id,
             pack_ids([1, 2, 3]),
             b"",
-            SamplingParams(max_tokens=max_tokens, grammar=grammar),
+            SamplingParams(max_tokens=max_tokens, grammar=grammar, bad_words=bad_words or []),
             seed=0,
             arrival=now,
             deadline=now + timeout_s if timeout_s else 0.0,

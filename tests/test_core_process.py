@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from core_rig import CORE_LIFE, LIMIT_S, Rig, wait_for
 
+from nvserve.core.links import MAX_BYTES
 from nvserve.protocol.codec import decode_from_child, encode
 from nvserve.protocol.control import (
     EpochBroken,
@@ -81,6 +82,22 @@ def test_garbage_and_other_lives_are_counted_and_change_nothing(rig: Rig) -> Non
     assert (stats.dropped_total, stats.accepted_total) == (5, 0)
     rig.submit(9, max_tokens=1)
     assert rig.expect_reply(Accepted).request_ids == [9]
+
+
+def test_large_submits_are_taken_in_several_turns(rig: Rig) -> None:
+    """Between which core beats, and everybody else gets steps."""
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    num_bytes = MAX_BYTES // 4
+    for request_id in range(20):
+        words = [[5] * 1024] * (num_bytes // 1024)
+        rig.submit(request_id, max_tokens=1, bad_words=words)
+    accepted: list[int] = []
+    while len(accepted) < 20:
+        at_once = rig.expect_reply(Accepted).request_ids
+        assert len(at_once) <= 4
+        accepted += at_once
+    assert accepted == list(range(20))
 
 
 def test_a_reason_of_any_length_fits_the_control_channel(rig: Rig) -> None:
