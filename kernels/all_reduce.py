@@ -35,9 +35,10 @@ class Meeting:
     max_rows: int
     max_programs: int  # the same on all ranks, and all of them find place on each GPU
     inbox_rows: int  # the most that can be summed in one shot
-    inboxes: torch.Tensor  # addresses of [NUM_INBOXES, inbox_rows, size, N], by rank it came from
+    inboxes: torch.Tensor  # addresses of [NUM_INBOXES, inbox_rows, size - 1, N], by sender
     turns: torch.Tensor  # int32 [inbox_rows]: the inbox of each row's next sum; ours alone
-    flags: torch.Tensor  # addresses of int32 [2, max_rows, size]: each program's last call, by rank
+    # In two shots: addresses of int32 [2, max_rows, size], each program's last call, by rank
+    flags: torch.Tensor
     calls: torch.Tensor  # int32 [max_rows]: how many a program has been through; ours alone
     given_up: torch.Tensor  # int32 [1] on the device: set once a program has seen `abort`
     abort: torch.Tensor  # int32 [1] in pinned host memory: any other value than 0 ends all waits
@@ -49,7 +50,7 @@ class Addends:
 
     meeting: Meeting
     mine: torch.Tensor  # [max_rows, N], of this rank
-    all: torch.Tensor  # addresses of every rank's `mine`
+    all: torch.Tensor  # addresses of every rank's `mine`, for two shots
     sums: torch.Tensor  # addresses of every rank's [max_rows, N] of sums
 
 

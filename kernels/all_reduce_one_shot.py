@@ -40,14 +40,19 @@ def _sendable(mine_ptr, at, inside):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _slot(sender: tl.constexpr, receiver: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where in an inbox of the receiver's: nobody sends to itself."""
+    return sender - 1 if sender > receiver else sender
+
+
+@jit
 def _has_aborted(turn, given_up_ptr, abort_ptr):  # type: ignore[no-untyped-def]
     """Now and then: whether somebody, at last the host, has said so. Threads may disagree."""
     gone = turn < 0
     if turn % _LOOK_TURNS == 0:
         gone = tl.load(given_up_ptr, volatile=True) != 0
-        if turn % _HOST_TURNS == 0:
+        if turn == 0:
             gone = gone | (tl.load(abort_ptr, volatile=True) != 0)
-            tl.store(given_up_ptr, 1, mask=gone)
     return gone
 
 
@@ -83,40 +88,43 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         mine = _sendable(mine_ptr, row * stride + columns, inside)
         turn = tl.load(turns_ptr + row)
-        there = ((turn * inbox_rows + row) * SIZE + RANK) * stride + columns
+        there = (turn * inbox_rows + row) * (SIZE - 1) * stride + columns
         for rank in tl.static_range(SIZE):
             if rank != RANK:
-                tl.store(elements(inboxes_ptr, rank, there, element), mine, mask=inside)
+                at = there + _slot(RANK, rank) * stride
+                tl.store(elements(inboxes_ptr, rank, at, element), mine, mask=inside)
+    inboxes = tl.load(inboxes_ptr + RANK).to(tl.pointer_type(element))
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * stride + columns
         mine = _sendable(mine_ptr, at, inside)
         residual = take_residual(residual_ptr, at, inside, NORM, BLOCK)
         turn = tl.load(turns_ptr + row)
         last = (turn + _INBOXES - 1) % _INBOXES
-        here = (turn * inbox_rows + row) * SIZE * stride + columns
-        emptied = (last * inbox_rows + row) * SIZE * stride + columns
+        here = (turn * inbox_rows + row) * (SIZE - 1) * stride + columns
+        old = (last * inbox_rows + row) * (SIZE - 1) * stride + columns
         nothing = tl.zeros([BLOCK], element)
-        for rank in tl.static_range(SIZE):
-            if rank != RANK:
-                old = elements(inboxes_ptr, RANK, emptied + rank * stride, element)
-                tl.store(old, nothing, mask=inside)
+        for slot in tl.static_range(SIZE - 1):
+            emptied = tl.multiple_of(inboxes + old + slot * stride, 16)
+            tl.store(emptied, nothing, mask=inside)
         total = tl.zeros([BLOCK], tl.float32)
         num_looks = 0
-        is_missing = 1
-        while is_missing != 0:
+        state = 2  # 0: all is there; 1: not all, and there was an abort; 2: not all
+        while state == 2:
             total = tl.zeros([BLOCK], tl.float32)
             missing = columns < 0
             for rank in tl.static_range(SIZE):
                 part = mine
                 if rank != RANK:
-                    inbox = elements(inboxes_ptr, RANK, here + rank * stride, element)
+                    inbox = tl.multiple_of(inboxes + here + _slot(rank, RANK) * stride, 16)
                     part = tl.load(inbox, mask=inside, other=0.0, volatile=True)
                     missing = missing | (inside & (_bits(part) == 0))
                 total += part.to(tl.float32)
-            num_looks += 1
+            num_looks = (num_looks + 1) % _HOST_TURNS
             gone = _has_aborted(num_looks, given_up_ptr, abort_ptr)
             # All threads go by what they find together, as some may not know of an abort yet.
-            is_missing = tl.max((missing & (gone == 0)).to(tl.int32))
+            state = tl.max(tl.where(missing, tl.where(gone, 1, 2), 0))
+        if state == 1:
+            tl.store(given_up_ptr, 1)
         rounded = total.to(element)
         put_row(rounded, residual, weight, eps, width, residual_ptr, out_ptr, at, inside, NORM)
         tl.store(turns_ptr + row, (turn + 1) % _INBOXES)

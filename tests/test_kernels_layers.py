@@ -367,6 +367,34 @@ def test_flash_attention_3_is_told_the_lengths_the_pages_and_the_plan(
         assert arguments["causal"]
 
 
+def test_flash_attention_2_gets_key_lengths_as_sums_and_results_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = torch.tensor([3, 1, 5], dtype=torch.int32)
+    sums: list[torch.Tensor] = []
+
+    def prefill(q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        sums.append(arguments[3])
+        return q + 1
+
+    library = SimpleNamespace(
+        flash_attn_varlen_func=prefill,
+        flash_attn_with_kvcache=lambda q, *arguments, **named: q + 2,
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    backend = attention_flash.Flash2Backend()
+    cache, tables = torch.zeros(2, 256, 1, 8), torch.zeros(3, 1, dtype=torch.int32)
+    meta = attention.AttentionMetadata(torch.arange(4), lengths, tables, 1, 256)
+    q = torch.zeros(3, 2, 8)
+    for call, result in ((backend.prefill, q + 1), (backend.decode, q + 2)):
+        out = torch.zeros_like(q)
+        assert torch.equal(call(q, cache, cache, meta, 0.5), result)
+        assert call(q, cache, cache, meta, 0.5, out) is out
+        assert torch.equal(out, result)
+    assert all(found.tolist() == [0, 3, 4, 9] for found in sums)
+    assert len(sums) == 2
+
+
 def test_flash_attention_refusals_name_what_is_wrong() -> None:
     gpu = torch.device("cuda")
     with pytest.raises(ValueError, match="multiple of 256, not 16"):

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import torch
 
+from nvserve.kernels.all_reduce import NUM_INBOXES
 from nvserve.workers.graphs import GraphPool, Pace
 from nvserve.workers.peer_memory import MAX_ROWS, Crossover, PeerMemory
 from nvserve.workers.roll_call import RollCall
@@ -77,6 +78,7 @@ def agree_on_crossover(
     if found is None:
         mine = _ENCODER.encode(measure(memory, all_reduce, wait)).decode()
         found = choose(slowest(list(map(_TIMES.decode, roll.hear_all("times", mine)))))
+        found = found._replace(one_shot_rows=min(found.one_shot_rows, memory.inbox_rows))
         logger.info(
             "sums of up to %d rows in one shot, up to %d in two, NCCL above (ms: %s)", *found, mine
         )
@@ -121,30 +123,36 @@ def compile_sums(memory: PeerMemory) -> None:
 def check(memory: PeerMemory, all_reduce: Callable[[torch.Tensor], object], wait: Wait) -> None:
     """SumsFail where a sum does not end, or differs from NCCL's of numbers that are exact.
 
-    Of few rows, and of so many that all programs must be there at a time. Every rank asks NCCL for
-    the same sums, whatever it finds: one more on one rank would meet another's next one.
+    Of few rows, and of so many that all programs must be there at a time; in one shot so often that
+    inboxes are used again. Every rank asks NCCL for the same sums, whatever it finds: one more on
+    one rank would meet another's next one.
     """
     memory.crossover = TWO_SHOT  # of all sizes
+    most = min(memory.inbox_rows, max(CHECKED_ROWS))
+    calls = [(rows, ONE_SHOT) for rows in (min(CHECKED_ROWS), most) for _ in range(NUM_INBOXES + 1)]
+    calls += [(rows, TWO_SHOT) for rows in CHECKED_ROWS]
     expected = []
-    for rows in CHECKED_ROWS:
-        expected.append(_numbers(memory, rows))
+    for number, (rows, _) in enumerate(calls):
+        expected.append(_numbers(memory, rows, number))
         all_reduce(expected[-1])
     finish(wait, LIMIT_S)  # NCCL connects in its first sum
     sums = []
-    for rows in CHECKED_ROWS:
-        mine = _numbers(memory, rows)
-        for place, memory.crossover in enumerate((ONE_SHOT, TWO_SHOT)):
-            sums.append(memory.sum(_addend(memory, place, rows).copy_(mine)))
+    for number, (rows, memory.crossover) in enumerate(calls):
+        mine = _numbers(memory, rows, number)
+        sums.append(memory.sum(_addend(memory, number % 2, rows).copy_(mine)))
     finish(wait, CHECK_LIMIT_S)
-    for rows, right, *ways in zip(CHECKED_ROWS, expected, sums[::2], sums[1::2], strict=True):
-        if not all(torch.equal(total, right) for total in ways):
+    for (rows, _), right, total in zip(calls, expected, sums, strict=True):
+        if not torch.equal(total, right):
             raise SumsFail(f"those of {rows} rows differ from NCCL's")
 
 
-def _numbers(memory: PeerMemory, rows: int) -> torch.Tensor:
-    """Small ones, and so exact in every dtype, that no two ranks and no two neighbours share."""
+def _numbers(memory: PeerMemory, rows: int, call: int) -> torch.Tensor:
+    """Small ones, and so exact in every dtype.
+
+    No two ranks, neighbours or calls that follow each other have the same ones.
+    """
     addend = _addend(memory, 0, rows)
-    numbers = torch.arange(addend.numel(), dtype=torch.int32, device=addend.device)
+    numbers = torch.arange(addend.numel(), dtype=torch.int32, device=addend.device) + call
     return (numbers % 7 + memory.rank).to(addend.dtype).view_as(addend)
 
 

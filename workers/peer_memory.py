@@ -33,7 +33,7 @@ REFUSALS: Final = (RuntimeError, KeyError)  # of the driver; the binding raises 
 class Crossover(NamedTuple):
     """Up to how many rows each way of summing is the fastest; above, NCCL is."""
 
-    one_shot_rows: int  # more than there are inboxes for go in two shots all the same
+    one_shot_rows: int
     two_shot_rows: int  # at least one_shot_rows
 
 
@@ -50,7 +50,7 @@ class Layout:
         self.dtype: Final = dtype
         self._first: Final = _aligned(2 * MAX_ROWS * size * torch.int32.itemsize)
         self._table: Final = _aligned(MAX_ROWS * width * dtype.itemsize)
-        inboxes_of_row = NUM_INBOXES * size * width * dtype.itemsize
+        inboxes_of_row = NUM_INBOXES * (size - 1) * width * dtype.itemsize
         self.inbox_rows: Final = min(MAX_ROWS, MAX_INBOX_BYTES // inboxes_of_row)
         self._inbox_bytes: Final = self.inbox_rows * inboxes_of_row
 
@@ -133,6 +133,11 @@ class PeerMemory:
             _addresses(addresses, layout.sums(place), mine.device),
         )
 
+    @property
+    def inbox_rows(self) -> int:
+        """The most that are summed in one shot, whatever the crossover."""
+        return self._layout.inbox_rows
+
     def take(self, place: int, num_rows: int) -> torch.Tensor | None:
         """[num_rows, N] to write addends to; None where NCCL is the faster.
 
@@ -161,7 +166,7 @@ class PeerMemory:
         )
 
     def _is_two_shot(self, num_rows: int) -> bool:
-        return num_rows > min(self.crossover.one_shot_rows, self._layout.inbox_rows)
+        return num_rows > min(self.crossover.one_shot_rows, self.inbox_rows)
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""
