@@ -42,7 +42,7 @@ class ClientGone(Exception):
 
 
 class EventStream:
-    """Server-sent events of one response. Events written before `open` wait for it."""
+    """Server-sent events of one response; none before `open`."""
 
     def __init__(
         self, transport: asyncio.Transport, send: Send, on_cut: Callable[[], None]
@@ -50,13 +50,14 @@ class EventStream:
         self._transport: Final = transport
         self._send: Final = send
         self._on_cut: Final = on_cut
-        self._early: list[bytes] | None = []
+
+    async def open(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the status line."""
+        start = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": start})
 
     def write(self, event: bytes) -> None:
         """Send one event now; cut the connection when too much is unsent."""
-        if self._early is not None:
-            self._early.append(event)
-            return
         transport = self._transport
         if transport.is_closing():
             return
@@ -64,13 +65,11 @@ class EventStream:
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.cut()
 
-    async def open(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send the status line and what was written so far."""
-        start = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), *headers]
-        await self._send({"type": "http.response.start", "status": 200, "headers": start})
-        early, self._early = self._early or [], None
-        for event in early:
-            self.write(event)
+    async def send(self, event: bytes) -> None:
+        """Send one event of any size, no faster than its reader takes it."""
+        for start in range(0, len(event), PIECE_BYTES):
+            piece = event[start : start + PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def close(self) -> None:
         """End the response, giving the reader a limited time to take the rest."""

@@ -20,7 +20,7 @@ from nvserve.frontend.journal import Entry
 from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
 from nvserve.frontend.stop_strings import StopMatcher
-from nvserve.frontend.token_logprobs import PromptScores, output_entries
+from nvserve.frontend.token_logprobs import PromptScores, ScoreRun, output_entries
 from nvserve.frontend.tools import ToolPlan
 from nvserve.protocol.client_messages import TokenLogprob
 from nvserve.protocol.messages import FinishReason
@@ -38,7 +38,7 @@ class Delta(msgspec.Struct, gc=False):
     token_ids: Sequence[int]
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
-    prompt_logprobs: list[TokenLogprob] | None = None  # scores that became known, in order
+    prompt_logprobs: ScoreRun | None = None  # those that became known
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class Choice:
     @property
     def num_scored(self) -> int:
         """Scores of the prompt so far; they begin at its second token."""
-        return 0 if self.scores is None else len(self.scores.entries)
+        return 0 if self.scores is None else self.scores.num_taken
 
     @property
     def _no_logprobs(self) -> list[TokenLogprob] | None:

@@ -19,12 +19,11 @@ from nvserve.frontend.bulk import FREE_BYTES
 from nvserve.frontend.chat_output import ChatOutput
 from nvserve.frontend.cors import Cors
 from nvserve.frontend.errors import ApiError, invalid
-from nvserve.frontend.exchange import ClientGone, EventStream, Exchange, Receive, Scope, Send
-from nvserve.frontend.generation import Choice, Delta, Generation, Plan
+from nvserve.frontend.exchange import ClientGone, Exchange, Receive, Scope, Send
+from nvserve.frontend.generation import Generation, Plan
 from nvserve.frontend.id_texts import IdTexts
 from nvserve.frontend.params import check_ids
 from nvserve.frontend.responses import (
-    DONE,
     Chunks,
     Collector,
     Shape,
@@ -40,6 +39,7 @@ from nvserve.frontend.schema import (
     plain_messages,
 )
 from nvserve.frontend.service import FAREWELL, Service
+from nvserve.frontend.streaming import Streaming
 from nvserve.protocol.control import State
 
 logger = logging.getLogger(__name__)
@@ -244,42 +244,10 @@ class _Api:
         echoed: list[str],
         outputs: list[ChatOutput] | None,
     ) -> None:
-        stream = exchange.event_stream(generation.abort)
         chunks = Chunks(shape, generation.vocabulary, outputs)
-        unopened: set[int] = set()  # choices that wait for the scores of their echo
-
-        def open_choice(choice: Choice) -> None:
-            prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
-            text = echoed[choice.index] if echoed else ""
-            _write(stream, chunks.opening(choice, text, prompt))
-
-        def sink(choice: Choice, delta: Delta) -> None:
-            if choice.index in unopened:
-                if not delta.token_ids and delta.finish_reason is None:
-                    return
-                unopened.remove(choice.index)
-                open_choice(choice)
-            chunk = chunks.delta(choice, delta)
-            if chunk:
-                stream.write(chunk)
-
-        for choice in generation.choices:
-            if choice.scores is None:
-                open_choice(choice)
-            else:
-                unopened.add(choice.index)
-        self._service.start(generation, sink)
-        await generation.accepted()
-        exchange.is_started = True
-        await stream.open(exchange.own_headers())
-        try:
-            await generation.done()
-        except ApiError as error:
-            _write(stream, b"data: %b\n\n" % error.body())
-        else:
-            _write(stream, chunks.usage(generation) if shape.has_usage else b"")
-        stream.write(DONE)
-        await stream.close()
+        streaming = Streaming(exchange, generation, chunks, echoed, self._service.turns)
+        self._service.start(generation, streaming.sink)
+        await streaming.run()
 
     # -- models and tokens -----------------------------------------------------------------------
 
@@ -380,11 +348,6 @@ class _Api:
         }
         status = 200 if state is State.READY else 503
         await exchange.respond(_encode(document), status=status)
-
-
-def _write(stream: EventStream, chunk: bytes) -> None:
-    if chunk:
-        stream.write(chunk)
 
 
 def _version() -> str:

@@ -3,7 +3,8 @@
 Knows where in the text each token lies; sends nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from nvserve.frontend.detokenizer import Vocabulary
@@ -11,6 +12,7 @@ from nvserve.frontend.generation import Choice
 from nvserve.protocol.client_messages import TokenLogprob
 
 MIN_LOGPROB: Final = -9999.0  # JSON has no infinity
+STRIDE_TOKENS: Final = 64  # of a prompt; half a millisecond or, with many alternatives, one
 
 Document = dict[str, Any]
 
@@ -41,36 +43,47 @@ class LogprobForm:
         self._offsets[choice.index] = offset
         return self._columns(entries) | {"text_offset": offsets}
 
-    def prompt_columns(self, choice: Choice, prompt: Sequence[int], echoed: str) -> Document:
-        """The columns of an echoed prompt, whose first token has nothing before it."""
-        assert choice.scores is not None, "an echo with logprobs has scores"
-        columns = self._columns(choice.scores.entries)
-        columns["tokens"].insert(0, self._text(prompt[0]))
-        columns["token_logprobs"].insert(0, None)
-        columns["top_logprobs"].insert(0, None)
+    def begin_behind(self, choice: Choice, echoed: str) -> None:
+        """The choice's text begins with its prompt."""
         self._offsets[choice.index] = len(echoed)
-        return columns | {"text_offset": self._echo_offsets(prompt, echoed)}
 
-    def _echo_offsets(self, prompt: Sequence[int], echoed: str) -> list[int]:
+    def prompt_columns(
+        self, choice: Choice, prompt: Sequence[int], echoed: str
+    ) -> Iterator[Document]:
+        """The columns of an echoed prompt in strides of STRIDE_TOKENS, each when it is asked for.
+
+        The first token has nothing before it, and so no score.
+        """
+        assert choice.scores is not None, "an echo with logprobs has scores"
+        entries = choice.scores.entries()
+        offsets = self._echo_offsets(prompt, echoed)
+        first = {
+            "tokens": [self._text(prompt[0])],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+        }
+        yield first | {"text_offset": [next(offsets)]}
+        while stride := list(islice(entries, STRIDE_TOKENS)):
+            yield self._columns(stride) | {"text_offset": list(islice(offsets, len(stride)))}
+
+    def _echo_offsets(self, prompt: Sequence[int], echoed: str) -> Iterator[int]:
         """Special tokens are in the text where the client wrote them; the others were added."""
         vocabulary = self._vocabulary
         feed = vocabulary.detokenizer((), skip_special=True, is_start=True).feed
-        offsets: list[int] = []
         offset = 0
         for token_id in prompt:
-            offsets.append(offset)
+            yield offset
             text = feed(token_id)
             if token_id in vocabulary.special_ids and echoed.startswith(
                 name := self._text(token_id), offset
             ):
                 text = name
             offset = min(offset + len(text), len(echoed))  # a tokenizer may change its text
-        return offsets
 
     def prompt_dicts(self, choice: Choice) -> list[Document | None]:
         """By prompt token, its own logprob and the best ones, by token id; null for the first."""
         assert choice.scores is not None, "only for requests with prompt_logprobs"
-        return [None, *map(self._by_id, choice.scores.entries)]
+        return [None, *map(self._by_id, choice.scores.entries())]
 
     def _by_id(self, entry: TokenLogprob) -> Document:
         named: Document = {}

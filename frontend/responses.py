@@ -7,7 +7,7 @@ the chunks that carry more are built piece by piece. Knows formats only; sends n
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -93,22 +93,42 @@ class Chunks:
         )
 
     def opening(self, choice: Choice, echoed: str, prompt_ids: Sequence[int]) -> bytes:
-        """The first event of a choice: the role, or the echoed prompt; empty when there is none.
-
-        The logprobs of an echo are those the choice has by now.
-        """
+        """The first event of a choice: the role, or the echoed prompt; empty when there is none."""
         shape = self._shape
         if not (shape.is_chat or echoed or shape.has_token_ids):
             return b""
+        return self._event(choice, self._opening_body(echoed, prompt_ids), None, None)
+
+    def begin_behind(self, choice: Choice, echoed: str) -> None:
+        """The choice's text begins with its prompt; to be told before its first delta is made."""
+        self._logprobs.begin_behind(choice, echoed)
+
+    def making_opening(
+        self, choice: Choice, echoed: str, prompt_ids: Sequence[int], made: list[bytes]
+    ) -> Iterator[None]:
+        """Put the first event of a choice into `made`: its prompt with the logprobs it has by now.
+
+        In as many steps as there are strides of tokens.
+        """
+        columns: dict[str, list[bytes]] = {}
+        for stride in self._logprobs.prompt_columns(choice, prompt_ids, echoed):
+            for name, values in stride.items():
+                columns.setdefault(name, []).append(_encode(values)[1:-1])
+            yield
+        logprobs = {
+            name: msgspec.Raw(b"[%b]" % b",".join(pieces)) for name, pieces in columns.items()
+        }
+        body = self._opening_body(echoed, prompt_ids)
+        made.append(self._event(choice, body, logprobs, None))
+
+    def _opening_body(self, echoed: str, prompt_ids: Sequence[int]) -> Document:
+        shape = self._shape
         body: Document = (
             {"delta": {"role": "assistant", "content": ""}} if shape.is_chat else {"text": echoed}
         )
         if shape.has_token_ids:
             body |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
-        logprobs = None
-        if echoed and choice.scores is not None:
-            logprobs = self._logprobs.prompt_columns(choice, prompt_ids, echoed)
-        return self._event(choice, body, logprobs, None)
+        return body
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
         """The event of one delta; empty when it has nothing to say."""
@@ -149,7 +169,9 @@ class Chunks:
         return events
 
     def usage(self, generation: Generation) -> bytes:
-        """The one event with the usage, behind all others."""
+        """The one event with the usage, behind all others; empty unless the client asked."""
+        if not self._shape.has_usage:
+            return b""
         head = self._shape.head(self._kind)
         return event({**head, "choices": [], "usage": usage_of(generation)})
 
@@ -230,11 +252,14 @@ def whole_response(
         else:
             content["text"] = text
         prompt = generation.plan.prompts[choice.index // generation.plan.num_choices]
-        logprobs = None
+        logprobs: Document | None = None
         if joined.logprobs is not None:
-            before = form.prompt_columns(choice, prompt, echoed[choice.index]) if echoed else {}
-            after = form.form(choice, joined.logprobs)
-            logprobs = {name: before.get(name, []) + column for name, column in after.items()}
+            logprobs = {}
+            if echoed:
+                form.begin_behind(choice, echoed[choice.index])
+                for stride in form.prompt_columns(choice, prompt, echoed[choice.index]):
+                    _extend(logprobs, stride)
+            _extend(logprobs, form.form(choice, joined.logprobs))
         content |= {"logprobs": logprobs, "finish_reason": reason}
         if shape.has_token_ids:
             content["token_ids"] = list(joined.token_ids)
@@ -247,6 +272,12 @@ def whole_response(
     if shape.has_prompt_logprobs and shape.is_chat:  # one prompt, whatever n is
         document["prompt_logprobs"] = form.prompt_dicts(generation.choices[0])
     return _encode(document)
+
+
+def _extend(columns: Document, more: Document) -> None:
+    """Put what is more of each column behind it."""
+    for name, values in more.items():
+        columns.setdefault(name, []).extend(values)
 
 
 def is_laborious(generation: Generation) -> bool:

@@ -5,9 +5,10 @@ Pure; knows ids and positions, never text.
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from nvserve.protocol.client_messages import TokenLogprob
-from nvserve.protocol.messages import Logprobs, unpack_ids
+from nvserve.protocol.messages import Logprobs
 
 
 def output_entries(
@@ -19,32 +20,59 @@ def output_entries(
 
 
 class PromptScores:
-    """The scores of one prompt's tokens from position 1 on, each taken once."""
+    """The scores of one prompt's tokens from position 1 on, each taken once.
 
-    __slots__ = ("_prompt", "entries")
+    They stay columns until they are read: entries of a long prompt take long to make.
+    """
+
+    __slots__ = ("_prompt", "_runs", "num_taken")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = prompt
-        self.entries: list[TokenLogprob] = []  # of positions 1, 2, ...
+        self._runs: list[ScoreRun] = []
+        self.num_taken = 0
 
-    def take(self, logprobs: Logprobs) -> list[TokenLogprob]:
+    def take(self, logprobs: Logprobs) -> "ScoreRun | None":
         """What is new of these rows, which are positions; a replay brings some again."""
-        start = len(self.entries) + 1
-        wanted = {row: self._prompt[row] for row in logprobs.rows if row >= start}
-        fresh = list(_entries(logprobs, wanted))
-        positions = [position for position, _ in fresh]
-        expected = list(range(start, start + len(fresh)))
-        assert positions == expected, f"scores of {positions[:3]}..., due is {start}"
-        self.entries += [entry for _, entry in fresh]
-        return [entry for _, entry in fresh]
+        start = self.num_taken + 1
+        fresh = [row for row in logprobs.rows if row >= start]
+        end = start + len(fresh)
+        assert fresh == list(range(start, end)), f"scores of {fresh[:3]}..., due is {start}"
+        if not fresh:
+            return None
+        run = ScoreRun(logprobs, start, self._prompt[start:end])
+        self._runs.append(run)
+        self.num_taken += len(fresh)
+        return run
+
+    def entries(self) -> Iterator[TokenLogprob]:
+        """Of positions 1, 2, ..., each made when it is asked for."""
+        for run in self._runs:
+            yield from run.entries()
+
+
+class ScoreRun:
+    """Scores of consecutive positions of a prompt, from `start` on."""
+
+    __slots__ = ("_ids", "_logprobs", "start")
+
+    def __init__(self, logprobs: Logprobs, start: int, ids: Sequence[int]) -> None:
+        self._logprobs: Final = logprobs
+        self._ids: Final = ids
+        self.start: Final = start
+
+    def entries(self) -> Iterator[TokenLogprob]:
+        """One for each position, in order."""
+        wanted = dict(enumerate(self._ids, self.start))
+        return (entry for _, entry in _entries(self._logprobs, wanted))
 
 
 def _entries(logprobs: Logprobs, token_of: dict[int, int]) -> Iterator[tuple[int, TokenLogprob]]:
     """(row, entry) of the rows whose token is known, in their order."""
-    chosen, values = array("f"), array("f")
+    chosen, values, ids = array("f"), array("f"), array("i")
     chosen.frombytes(logprobs.chosen)
     values.frombytes(logprobs.top_values)
-    ids = unpack_ids(logprobs.top_ids)
+    ids.frombytes(logprobs.top_ids)
     start = 0
     for row, logprob, num_tops in zip(logprobs.rows, chosen, logprobs.num_tops, strict=True):
         end = start + num_tops

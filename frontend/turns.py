@@ -48,12 +48,15 @@ class Turns:
         async with self._turn(client, _Patience(client, self._clock)):
             yield
 
-    async def work_off(self, work: Iterator[None], client: Client) -> None:
+    async def work_off(
+        self, work: Iterator[None], client: Client, limit_s: float | None = None
+    ) -> None:
         """Do all of it, in as many turns as it takes; raises what `one` does.
 
         The limits are of all turns together, and the request's own is also of the work itself.
+        `limit_s` replaces the one for others.
         """
-        patience, is_done = _Patience(client, self._clock), False
+        patience, is_done = _Patience(client, self._clock, limit_s), False
         while not is_done:
             async with self._turn(client, patience):
                 end = self._clock() + PIECE_S
@@ -77,11 +80,14 @@ class Turns:
 class _Patience:
     """How long one client's work may wait yet."""
 
-    def __init__(self, client: Client, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, client: Client, clock: Callable[[], float], limit_s: float | None = None
+    ) -> None:
         own_s = client.timeout_s()
         self._clock: Final = clock
         self._deadline: Final = float("inf") if own_s is None else clock() + own_s
-        self._left_s = LIMIT_S
+        self._limit_s: Final = LIMIT_S if limit_s is None else limit_s
+        self._left_s = self._limit_s
 
     async def acquire(self, lock: asyncio.Lock) -> None:
         begun = self._clock()
@@ -94,6 +100,6 @@ class _Patience:
         except TimeoutError as error:
             if own_left_s <= self._left_s:
                 raise deadline_passed() from error
-            text = f"the long work of others took {LIMIT_S:g} s"
+            text = f"the long work of others took {self._limit_s:g} s"
             raise ApiError(503, text, retry_after_s=HELD_RETRY_AFTER_S) from error
         self._left_s = max(0.0, self._left_s - (self._clock() - begun))

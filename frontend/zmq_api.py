@@ -249,7 +249,8 @@ def _send(connection: Connection, message: ToClient) -> None:
 
 
 def _emit(connection: Connection, request: Request, choice: Choice, delta: Delta) -> None:
-    scores = delta.prompt_logprobs
+    run = delta.prompt_logprobs
+    scores = None if run is None else list(run.entries())
     if not (delta.token_ids or delta.text or scores):
         return
     emit = Emit(
@@ -258,7 +259,7 @@ def _emit(connection: Connection, request: Request, choice: Choice, delta: Delta
         tokens=array("i", delta.token_ids).tobytes(),
         text=delta.text,
         logprobs=delta.logprobs,
-        prompt_first=choice.num_scored - len(scores) + 1 if scores else 0,
+        prompt_first=0 if run is None else run.start,
         prompt_logprobs=scores,
     )
     request.num_sent += len(delta.token_ids)

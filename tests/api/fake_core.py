@@ -75,6 +75,7 @@ class FakeCore:
         self.received: list[msgspec.Struct] = []
         self.alter: Callable[[Emits], list[Emits]] = lambda emits: [emits]
         self.running: dict[int, Running] = {}
+        self.num_finished = 0
         self.with_logprobs = True
         self.finish_with: FinishReason | None = None  # instead of the next token
         self.stats_changes: dict[str, Any] = {}  # fields of the statistics told otherwise
@@ -169,7 +170,9 @@ class FakeCore:
         core_life, frontend_life = self.lives
         firsts, tokens, finishes = [], [], []
         logprobs: list[Logprobs | None] = []
+        scores: list[Logprobs | None] = []
         for request_id, request in rows:
+            scores.append(None if request.output else _prompt_logprobs(request))
             firsts.append(len(request.output))
             token = self._next_token(request)
             request.output.append(token)
@@ -178,6 +181,7 @@ class FakeCore:
             finishes.append(finish)
             if finish:
                 self.running.pop(request_id, None)
+                self.num_finished += 1
             wants = request.submit.sampling.logprobs
             logprobs.append(_logprobs(token, wants) if wants >= 0 else None)
         return Emits(
@@ -190,6 +194,7 @@ class FakeCore:
             finishes=finishes,
             cached=[3] * len(rows),
             logprobs=logprobs if any(logprobs) else None,
+            prompt_logprobs=scores if any(scores) else None,
         )
 
     def _next_token(self, request: Running) -> int:
@@ -244,6 +249,21 @@ def _logprobs(token: int, num_tops: int) -> Logprobs:
         num_tops=[num_tops],
         top_ids=array("i", ids).tobytes(),
         top_values=array("f", values).tobytes(),
+    )
+
+
+def _prompt_logprobs(request: Running) -> Logprobs | None:
+    """Each prompt token but the first as `_logprobs` has it, where they are asked for."""
+    num_tops = request.submit.sampling.prompt_logprobs
+    if num_tops < 0:
+        return None
+    each = [_logprobs(token, num_tops) for token in request.prompt[1:]]
+    return Logprobs(
+        rows=list(range(1, len(request.prompt))),
+        chosen=b"".join(one.chosen for one in each),
+        num_tops=[num_tops] * len(each),
+        top_ids=b"".join(one.top_ids for one in each),
+        top_values=b"".join(one.top_values for one in each),
     )
 
 

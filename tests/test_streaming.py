@@ -1,0 +1,110 @@
+"""A stream that opens with the logprobs of a long prompt: in turns, and whole or not at all."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from frontend_loop_rig import Client, Served, run
+
+from nvserve.frontend import logprob_form, turns
+from nvserve.frontend.engine import EmitExtras
+from nvserve.protocol.messages import FinishReason, Logprobs
+
+IDS = [72, 101, 300, 33] * 1_000
+BODY = {"prompt": IDS, "echo": True, "logprobs": 1, "stream": True, "max_tokens": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_stride_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PIECE_S", 0.0)
+
+
+def scored(rows: range) -> Logprobs:
+    return Logprobs(
+        rows=list(rows),
+        chosen=array("f", [-0.5] * len(rows)).tobytes(),
+        num_tops=[1] * len(rows),
+        top_ids=array("i", [5] * len(rows)).tobytes(),
+        top_values=array("f", [-0.25] * len(rows)).tobytes(),
+    )
+
+
+def answered_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core takes each request, and has all of its output in the next turn of the loop."""
+
+    def emit(listener: Any) -> None:
+        listener.on_accepted()
+        extras = EmitExtras(0, scored(range(1)), scored(range(1, len(IDS))))
+        listener.on_tokens([7], FinishReason.LENGTH, 0, extras)
+
+    def submit(listener: Any, **_: Any) -> Any:
+        asyncio.get_running_loop().call_soon(emit, listener)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(served.service.engine, "submit", submit)
+    monkeypatch.setattr(served.service.engine, "abort", lambda entry: None)
+
+
+def stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, on_turn: Callable[[Served, Client], None]
+) -> list[bytes]:
+    """The events of BODY. `on_turn` is called each time others have the loop behind its status."""
+    client = Client("/v1/completions", BODY)
+
+    async def story(served: Served) -> None:
+        def turn(_: int) -> None:
+            if client.status:
+                on_turn(served, client)
+
+        answered_at_once(served, monkeypatch)
+        await served.answer(client, turn)
+
+    run(folder, story)
+    assert client.status == 200
+    return client.answer.split(b"\n\n")
+
+
+def test_others_run_between_strides_of_an_echo_with_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_turns = 0
+
+    def count(served: Served, client: Client) -> None:
+        nonlocal num_turns
+        num_turns += 1
+
+    opening, delta, done, rest = stream(tmp_path, monkeypatch, count)
+    assert num_turns >= len(IDS) // logprob_form.STRIDE_TOKENS
+    [choice] = json.loads(opening.removeprefix(b"data: "))["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(IDS) - 1)
+    [choice] = json.loads(delta.removeprefix(b"data: "))["choices"]
+    assert (choice["finish_reason"], len(choice["logprobs"]["tokens"])) == ("length", 1)
+    assert (done, rest) == (b"data: [DONE]", b"")
+
+
+def test_an_opening_that_a_drain_ends_is_an_error_event_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drains: list[asyncio.Task[None]] = []
+
+    def drain(served: Served, client: Client) -> None:
+        if not drains:
+            drains.append(asyncio.create_task(served.service.drain(0.0)))
+
+    error, done, rest = stream(tmp_path, monkeypatch, drain)
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "aborted"
+    assert (done, rest) == (b"data: [DONE]", b"")
+
+
+def test_an_opening_is_given_up_when_its_client_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(served: Served, client: Client) -> None:
+        client.is_gone = True
+
+    assert stream(tmp_path, monkeypatch, leave) == [b""]
