@@ -7,8 +7,8 @@ falls too far behind is cut. Knows nothing of models.
 import asyncio
 import contextlib
 import hmac
+import os
 import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, Final
@@ -93,9 +93,11 @@ class Exchange:
         self.is_started = False
         self._receive: Final = receive
         self._send: Final = send
+        # Of several with one name the first counts.
+        self._headers: Final[dict[bytes, bytes]] = dict(reversed(scope["headers"]))
         given = self.header(b"x-request-id")
         is_sane = given is not None and _SANE_ID.fullmatch(given)
-        self.request_id: Final = given if given and is_sane else uuid.uuid4().hex.encode()
+        self.request_id: Final = given if given and is_sane else os.urandom(16).hex().encode()
         self._cors: Final = cors
 
     @property
@@ -109,8 +111,7 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of this lower-case name."""
-        headers: list[tuple[bytes, bytes]] = self.scope["headers"]
-        return next((value for key, value in headers if key == name), None)
+        return self._headers.get(name)
 
     # -- request ---------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ class _Api:
         max_ids = self._service.config.max_model_len
         with self._service.bodies.one() as held:
             raw = await exchange.read_json(held)
+            await self._service.arrivals.turn()
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
             async with self._service.turns.one(exchange):

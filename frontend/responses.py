@@ -4,8 +4,8 @@ A chunk of plain text is a prefix made once per choice, the text as JSON, and a 
 the chunks that carry more are built piece by piece. Knows formats only; sends nothing.
 """
 
+import os
 import time
-import uuid
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Shape(msgspec.Struct, frozen=True):
         """The shape of one response, with an id of its own."""
         prefix = "chatcmpl-" if is_chat else "cmpl-"
         return Shape(
-            id=prefix + uuid.uuid4().hex,
+            id=prefix + os.urandom(16).hex(),
             model=model,
             created=int(time.time()),
             is_chat=is_chat,

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from nvserve.frontend.arrivals import Arrivals
 from nvserve.frontend.bulk import MAX_PROMPTS
 from nvserve.frontend.chat_parts import THINK, Splitter
 from nvserve.frontend.engine import Engine
@@ -65,6 +66,7 @@ class Service:
         self.engine: Final = engine
         self.bodies: Final = HeldBodies()
         self.turns: Final = Turns()
+        self.arrivals: Final = Arrivals()
         self.condition = Condition(State.LOADING)
         self.is_draining = False
         self._is_restarting = False  # draining for another frontend's sake
@@ -319,7 +321,9 @@ class Service:
     def splitters(self, plan: Plan) -> list[Splitter] | None:
         """Of a chat, what takes each choice's text apart; None when all of it is content."""
         has_reasoning = bool(self.config.reasoning_parser)
-        tail = self.tokenizer.vocabulary.decode(plan.prompts[0][-8:], skip_special=False)
+        tail = ""
+        if has_reasoning:
+            tail = self.tokenizer.vocabulary.decode(plan.prompts[0][-8:], skip_special=False)
         made = [
             splitter(
                 plan.tools,

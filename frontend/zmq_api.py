@@ -184,6 +184,7 @@ class Door:
 
     async def _planned(self, submit: Submit) -> tuple[Plan, list[int]]:
         """What is to be done, and the ids that the client holds of it."""
+        await self._service.arrivals.turn()
         self._service.check_open(is_resumable=True)
         limits, params = self._service.limits, submit.params
         plan = await self._service.plan_client(
