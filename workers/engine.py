@@ -193,7 +193,7 @@ class TorchEngine:
         return self._model
 
     def _peer_layout(self, architecture: DecoderConfig, tp_size: int) -> Layout | None:
-        if self._config.disable_custom_all_reduce:
+        if tp_size == 1 or self._config.disable_custom_all_reduce:
             return None
         return Layout(tp_size, NUM_PLACES, architecture.hidden_size, self._dtype)
 
