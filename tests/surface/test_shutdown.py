@@ -130,6 +130,7 @@ def test_a36_streams_beyond_the_limit_end_with_an_error() -> None:
 def test_a36_a_second_signal_ends_at_once_and_everybody_is_told() -> None:
     with launched() as asker, Streams(asker, max_tokens=4000) as streams:
         plain = post_raw(asker, {"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
+        asker.wait_more("nvserve:frontend_open_requests", 2 * NUM_STREAMS)
         asker.server.signal(signal.SIGTERM)
         wait_for("draining", lambda: is_draining(asker))
         asker.server.signal(signal.SIGTERM)
