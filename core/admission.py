@@ -26,15 +26,10 @@ class Admission:
     def take(
         self,
         submit: Submit,
-        matcher: Matcher | None = None,
-        *,
-        num_waiting: int,
-        num_running: int,
+        matcher: Matcher | None,
         num_usable_blocks: int | None,
     ) -> Request | None:
         """The request of a submit, None when it is held; RequestRefused names field and numbers."""
-        if not submit.is_replay:
-            self._check_load(num_waiting + len(self.held), num_running)
         if submit.sampling.grammar and matcher is None:
             raise RequestRefused("grammar", "grammar: was not compiled")
         request = self.make_request(submit, matcher)
@@ -57,8 +52,9 @@ class Admission:
             del self.held[request.request_id]
         return late
 
-    def _check_load(self, num_waiting: int, num_running: int) -> None:
-        """Refuse when more would wait than the limit and the free slots allow."""
+    def check_load(self, *, num_waiting: int, num_running: int) -> None:
+        """Refuse when more would wait, here or there, than the limit and the free slots allow."""
+        num_waiting += len(self.held)
         num_free_slots = self._limits.max_num_seqs - num_running
         if num_waiting >= self._limits.max_queued_requests + num_free_slots:
             raise RequestRefused(

@@ -140,11 +140,6 @@ class CompileQueue:
                 "grammar", f"grammar: takes more than {COMPILE_LIMIT_S:g} s to compile"
             )
         if job.future is None and now_s - job.queued_s > QUEUE_LIMIT_S:
-            return overloaded()
+            text = "too many grammars are being compiled"
+            return RequestRefused("", text, RefusalKind.BUSY, RETRY_AFTER_S)
         return None
-
-
-def overloaded() -> RequestRefused:
-    """The refusal of a submit for which no thread is in sight."""
-    text = "too many grammars are being compiled"
-    return RequestRefused("", text, RefusalKind.BUSY, RETRY_AFTER_S)

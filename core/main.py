@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 import msgspec
 import zmq
 
-from nvserve.core.compile_queue import CompileQueue, overloaded
+from nvserve.core.compile_queue import CompileQueue
 from nvserve.core.errors import EpochFault, RequestRefused
 from nvserve.core.grammar_loader import GrammarLoader
 from nvserve.core.limits import Limits
@@ -67,7 +67,6 @@ class Core:
             child.page.beat(Phase.LOADING)
             self._grammars.load()
         self._compiling: Final = CompileQueue(self._grammars.compile)
-        self._max_compiling: Final = setup.config.max_queued_requests
         self._epoch_to_announce = -1  # EpochReady is due when its workers are connected
         self._is_held = False  # no step is planned until the next epoch
         self._owes_held = False
@@ -161,10 +160,13 @@ class Core:
             self._scheduler.counters.dropped += 1
         elif not submit.sampling.grammar:
             self._scheduler.submit(submit, num_compiling=num_compiling)
-        elif num_compiling >= self._max_compiling and not submit.is_replay:
-            self._scheduler.refuse(submit.request_id, overloaded())
         else:
-            self._compiling.add(submit, time.monotonic())
+            try:
+                self._scheduler.check_load(submit, num_compiling)
+            except RequestRefused as refusal:
+                self._scheduler.refuse(submit.request_id, refusal)
+            else:
+                self._compiling.add(submit, time.monotonic())
 
     def _end(self, request_ids: list[int], reason: FinishReason) -> None:
         """One whose grammar is being compiled is not accepted yet, so nobody waits for a word."""
@@ -181,7 +183,7 @@ class Core:
             if isinstance(result, RequestRefused):
                 self._scheduler.refuse(submit.request_id, result)
             else:
-                self._scheduler.submit(submit, result, num_compiling=len(self._compiling))
+                self._scheduler.submit(submit, result)
 
     def _read_workers(self, now: float) -> None:
         for message in self._workers.receive():

@@ -64,26 +64,29 @@ class Scheduler:
     ) -> None:
         """Accept or refuse a request; a replay is never refused for load.
 
-        `matcher` is its compiled grammar, `num_compiling` the number of requests before this gate.
+        `matcher` is its compiled grammar, before which its load was checked.
         """
         if self.holds(message.request_id):
             self.counters.dropped += 1
             return
-        batch = self.batch
+        num_blocks = self.batch.tables.pool.num_usable if self.batch is not None else None
         try:
-            request = self._admission.take(
-                message,
-                matcher,
-                num_waiting=len(self.waiting) + num_compiling,
-                num_running=len(batch) if batch is not None else 0,
-                num_usable_blocks=batch.tables.pool.num_usable if batch is not None else None,
-            )
+            if matcher is None:
+                self.check_load(message, num_compiling)
+            request = self._admission.take(message, matcher, num_blocks)
         except RequestRefused as refusal:
             self.refuse(message.request_id, refusal)
             return
         self.counters.recovered += message.is_replay
         if request is not None:
             self._accept(request)
+
+    def check_load(self, message: Submit, num_compiling: int) -> None:
+        """RequestRefused when too many wait already, `num_compiling` for their grammars."""
+        num_waiting = len(self.waiting) + num_compiling
+        num_running = len(self.batch) if self.batch is not None else 0
+        if not message.is_replay:
+            self._admission.check_load(num_waiting=num_waiting, num_running=num_running)
 
     def holds(self, request_id: int) -> bool:
         """Is this request accepted and unfinished, or about to be?"""
@@ -302,10 +305,8 @@ class Scheduler:
         """Bring the decode list up to date; afterwards all in it can run one token."""
         if batch.joining:
             self._make_rows_free(batch)
-        candidates = [r for r in batch.decoding if r.num_planned >= r.decode_until]
-        if batch.joining:
-            candidates += batch.joining
-            batch.joining = []
+        candidates = [r for r in batch.decoding if r.num_planned >= r.decode_until] + batch.joining
+        batch.joining = []
         # Oldest first: who must yield comes later, so nothing of its is in the delta yet.
         for request in sorted(candidates, key=lambda request: request.order):
             if request.phase is not Phase.RUNNING:  # preempted for an older one just now
@@ -395,5 +396,5 @@ class Scheduler:
         self.batch.check()
         num_placed = len(self.waiting) + len(self.batch)
         assert num_placed == len(self.requests), f"{num_placed} of {len(self.requests)} placed"
-        finished = sum(self.counters.finished)
-        assert self.counters.accepted == finished + num_placed, "a request was lost"
+        num_known = num_placed + sum(self.counters.finished)
+        assert self.counters.accepted == num_known, "a request was lost"

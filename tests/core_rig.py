@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from nvserve.protocol import channel
@@ -56,7 +57,7 @@ def wait_for(poll: Callable[[], T | None]) -> T:
 class Rig:
     """A core process and everybody it talks to."""
 
-    def __init__(self, launch_dir: Path, *, enable_faults: bool = False) -> None:
+    def __init__(self, launch_dir: Path, **changes: object) -> None:
         self.launch_dir = str(launch_dir)
         self.model = f"{launch_dir}/m"
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,8 +78,8 @@ class Rig:
             served_model_names=["m"],
             max_model_len=64,
             block_size=4,
-            enable_faults=enable_faults,
         )
+        config = msgspec.structs.replace(config, **changes)
         self.searches: list[int] = []
         self.tell(Setup(config, Role.CORE, CORE_LIFE, self.launch_dir))
         self.expect_control(Ready)

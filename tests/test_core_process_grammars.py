@@ -9,7 +9,7 @@ from core_rig import Rig, wait_for
 from nvserve.core.grammar import GIVE_UP_S
 from nvserve.protocol.control import Exit, FaultKind, Inject
 from nvserve.protocol.faults import SEND
-from nvserve.protocol.messages import Accepted, CoreStats, Emits, FinishReason
+from nvserve.protocol.messages import Accepted, CoreStats, Emits, FinishReason, RefusalKind, Refused
 
 
 @pytest.fixture
@@ -75,6 +75,23 @@ def test_an_id_that_comes_again_while_its_grammar_is_compiled_is_dropped(rig: Ri
     assert rig.expect_reply(Accepted).request_ids == [7]
     emits = rig.expect_reply(Emits)
     assert (emits.request_ids, emits.finishes) == ([7], [FinishReason.DEADLINE])
+
+
+def test_over_the_queue_limit_nobody_waits_for_a_grammar_to_be_told_so(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_num_seqs=1, max_queued_requests=2)
+    try:
+        rig.block_compiler()
+        rig.meet(life=1)
+        rig.start_epoch(tp_size=1)
+        for request_id in (7, 8):
+            rig.submit(request_id, max_tokens=1)
+            assert rig.expect_reply(Accepted).request_ids == [request_id]
+        rig.submit(9, max_tokens=1, grammar="json:")
+        rig.submit(10, max_tokens=1, grammar="json:")
+        refused = rig.expect_reply(Refused)
+        assert (refused.request_id, refused.kind) == (10, RefusalKind.BUSY)
+    finally:
+        rig.close()
 
 
 def test_core_leaves_while_a_grammar_is_compiled(rig: Rig) -> None:

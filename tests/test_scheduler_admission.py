@@ -110,6 +110,16 @@ def test_over_the_queue_limit_a_submit_is_refused_busy_and_a_replay_is_not() -> 
     assert_all_as_expected(world, [replay.request_id])
 
 
+def test_a_request_keeps_its_place_while_its_grammar_is_compiled() -> None:
+    world = make_world(max_queued_requests=1, max_num_seqs=1)
+    for _ in range(2):
+        world.submit([2, 3], max_tokens=3)
+    assert refusal(world, world.submit([2, 3])).kind is RefusalKind.BUSY
+    compiled = world.submit([2, 3], max_tokens=9, grammar="every third")
+    world.run()
+    assert_all_as_expected(world, [compiled])
+
+
 def test_a_doubled_submit_is_dropped_and_counted() -> None:
     world = make_world()
     request_id = world.submit([2, 3], max_tokens=3, ignore_eos=True)
