@@ -2,11 +2,17 @@
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from model_check.cases import make_limits
 from model_check.world import World
 
-from nvserve.protocol.messages import FinishReason
+from nvserve.protocol.messages import FinishReason, StepFailed
 
 LONGEST = 20
 
@@ -38,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         has_grammar=st.booleans(),
         strikes=st.sampled_from([0, 0, 0, 1]),
+        timeout_s=st.sampled_from([0.0, 0.0, 1.0, 2.0]),
     )
     def submit(
         self,
@@ -47,12 +54,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         has_grammar: bool,
         strikes: int,
+        timeout_s: float,
     ) -> None:
         self.world.submit(
             [token] * length,
             max_tokens=max_tokens,
             priority=priority,
             strikes=strikes,
+            deadline=self.world.now + timeout_s if timeout_s else 0.0,
             grammar="every third" if has_grammar else "",
         )
 
@@ -81,17 +90,38 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, back: int, reason: FinishReason) -> None:
         self.world.end(self.world.next_id - back, reason)
 
-    @rule()
-    def start_epoch(self) -> None:
-        self.world.start_epoch()
+    @rule(is_blamed=st.booleans())
+    def start_epoch(self, is_blamed: bool) -> None:
+        self.world.start_epoch(is_blamed=is_blamed)
 
-    @rule()
-    def fail_step(self) -> None:
-        self.world.fail_step()
+    @precondition(lambda self: self.world.scheduler.ledger is not None)
+    @rule(is_peer_lost=st.booleans())
+    def break_epoch(self, is_peer_lost: bool) -> None:
+        assert self.world.scheduler.ledger is not None
+        step = self.world.scheduler.ledger.num_committed
+        self.world.break_epoch(step, is_peer_lost=is_peer_lost)
 
-    @rule()
-    def restart_core(self) -> None:
-        self.world.restart_core()
+    @precondition(lambda self: self.world.scheduler.ledger is None)
+    @rule(back=st.integers(0, 1))
+    def report_late(self, back: int) -> None:
+        failed = StepFailed(self.world.epoch - back, 0, 0, "late")
+        self.world.scheduler.report(failed, self.world.now)
+        self.world.flush()
+
+    @rule(seconds=st.sampled_from([0.5, 1.5]))
+    def expire(self, seconds: float) -> None:
+        self.world.expire(seconds)
+
+    @rule(length=st.integers(1, LONGEST - 1))
+    def compile_too_long(self, length: int) -> None:
+        submit = self.world.make_submit(
+            [2] * length, grammar="every third", deadline=self.world.now
+        )
+        self.world.expire(0.5, [submit])
+
+    @rule(has_epoch=st.booleans())
+    def restart_core(self, has_epoch: bool) -> None:
+        self.world.restart_core(has_epoch=has_epoch)
 
     @rule()
     def restart_frontend(self) -> None:
@@ -111,6 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.is_frontend_blocked = False
             self.world.flush()
+            if self.world.scheduler.ledger is None:
+                self.world.start_epoch()
             self.world.run()
             self.world.flush()
             assert not self.world.journal, "a request has no final emit"

@@ -5,6 +5,7 @@ blocks or steps. Used by unit tests step by step and by the model checks at rand
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model_check import scores
@@ -134,6 +135,7 @@ class World:
         self.num_preempted = 0  # and hits, by schedulers that are gone
         self.num_hit_tokens = 0
         self.broken: list[EpochBroken] = []
+        self.num_blamed = 0  # epochs whose requests the launcher suspects
         self.is_frontend_blocked = False
         self.frontend_life = FRONTEND_LIFE
         self.start_core()
@@ -259,7 +261,7 @@ class World:
         elif entry.finish is FinishReason.DEADLINE:
             assert 0 < entry.submit.deadline <= self.now
         elif entry.finish is FinishReason.ENGINE_FAULT:
-            assert self.broken
+            assert self.broken or self.num_blamed
         elif (entry.emitted, entry.finish) != (tokens, finish):
             assert entry.finish in entry.ended_by, f"wrong end: {entry}"
 
@@ -270,18 +272,20 @@ class World:
         self.scheduler.drop_frontend()
         self.replies.restart(self.frontend_life)
 
-    def expire(self, seconds: float) -> None:
-        """Time passes."""
+    def expire(self, seconds: float, uncompiled: Sequence[Submit] = ()) -> None:
+        """Time passes, too much of it for those whose grammar is not compiled."""
         self.now += seconds
-        self.scheduler.expire(self.now)
+        for submit in uncompiled:
+            self.journal[submit.request_id] = Entry(submit)
+        self.scheduler.expire(self.now, uncompiled)
         self.flush()
 
     # -- the workers
 
     def start_epoch(self, *, is_blamed: bool = False) -> None:
         self.epoch += 1
-        self.sent: deque[SchedulerOutput] = deque()
-        self.reports: list[deque[ModelOutput | StepDone]] = [deque() for _ in range(self.tp_size)]
+        self.num_blamed += is_blamed
+        self.leave_workers()
         self.worker.start_epoch(self.epoch)
         self.scheduler.start_epoch(
             epoch=self.epoch,
@@ -290,6 +294,11 @@ class World:
             is_blamed=is_blamed,
         )
         self.flush()
+
+    def leave_workers(self) -> None:
+        """Nothing under way between core and the workers arrives any more."""
+        self.sent: deque[SchedulerOutput] = deque()
+        self.reports: list[deque[ModelOutput | StepDone]] = [deque() for _ in range(self.tp_size)]
 
     def send(self) -> bool:
         """Plan a step and send it; False when there is none."""
@@ -339,13 +348,15 @@ class World:
         self.flush()
         return broken
 
-    def restart_core(self) -> None:
-        """Core dies; the frontend resubmits its journal to the next one, in a new epoch."""
+    def restart_core(self, *, has_epoch: bool = True) -> None:
+        """Core dies; the frontend resubmits its journal to the next one, in a new epoch or none."""
         self.scheduler.leave_epoch()  # only so that its counters are complete
         self.num_preempted += self.scheduler.counters.preempted
         self.num_hit_tokens += self.scheduler.counters.hit_tokens
         self.start_core()
-        self.start_epoch()
+        self.leave_workers()
+        if has_epoch:
+            self.start_epoch()
         for entry in self.journal.values():
             entry.answer = None
             self.scheduler.submit(self.replay(entry), self.matcher(entry.submit))
