@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from model_check.answer import EveryThird
 from model_check.cases import make_world
-from model_check.world import EveryThird
 from msgspec.structs import replace
 
 from nvserve.core.compile_queue import COMPILE_LIMIT_S, QUEUE_LIMIT_S, Compiled, CompileQueue

@@ -3,8 +3,8 @@
 from array import array
 
 import pytest
+from model_check.answer import EveryThird
 from model_check.cases import assert_all_as_expected, make_world
-from model_check.world import EveryThird
 
 from nvserve.core.constraint import Constraint
 from nvserve.protocol.messages import FinishReason

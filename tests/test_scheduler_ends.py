@@ -1,8 +1,9 @@
 """Requests that end from outside: aborts, stop strings, deadlines, a frontend that died."""
 
 import pytest
+from model_check.answer import reference
 from model_check.cases import assert_all_as_expected, assert_empty, make_world, refusal
-from model_check.world import Entry, reference
+from model_check.world import Entry
 
 from nvserve.protocol.messages import (
     FinishReason,
