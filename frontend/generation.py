@@ -308,7 +308,7 @@ class Generation:
     async def done(self) -> None:
         """Wait for the last delta, or raise why there is none.
 
-        Without a limit of its own: core's deadline and the launcher's watch end it.
+        Without a limit of its own: its deadline and the launcher's watch end it.
         """
         raise_again(await self._done)
 
