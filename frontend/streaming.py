@@ -76,7 +76,7 @@ class Streaming:
     def _open(self, choice: Choice) -> None:
         prompt = self._generation.plan.prompts[choice.index // self._generation.plan.num_choices]
         text = self._echoed[choice.index] if self._echoed else ""
-        if text and choice.scores is not None:
+        if self._echoed and choice.scores is not None:  # special tokens alone have no text
             # What is put out behind it needs its place in the text.
             self._chunks.begin_behind(choice, text)
             self._hold(partial(self._chunks.making_opening, choice, text, prompt))

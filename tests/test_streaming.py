@@ -12,10 +12,11 @@ import pytest
 from frontend_loop_rig import Client, Served, run
 
 from nvserve.frontend import logprob_form, turns
-from nvserve.frontend.engine import EmitExtras
+from nvserve.frontend.listener import EmitExtras
 from nvserve.protocol.messages import FinishReason, Logprobs
 
 IDS = [72, 101, 300, 33] * 1_000
+SPECIAL_IDS = [1, 2]
 BODY = {"prompt": IDS, "echo": True, "logprobs": 1, "stream": True, "max_tokens": 1}
 
 
@@ -39,7 +40,7 @@ def answered_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def emit(listener: Any) -> None:
         listener.on_accepted()
-        extras = EmitExtras(0, scored(range(1)), scored(range(1, len(IDS))))
+        extras = EmitExtras(0, scored(range(1)), scored(range(1, listener.num_prompt_tokens)))
         listener.on_tokens([7], FinishReason.LENGTH, 0, extras)
 
     def submit(listener: Any, **_: Any) -> Any:
@@ -108,3 +109,25 @@ def test_an_opening_is_given_up_when_its_client_has_gone(
         client.is_gone = True
 
     assert stream(tmp_path, monkeypatch, leave) == [b""]
+
+
+def test_an_echo_that_has_no_text_is_streamed_with_its_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = BODY | {"prompt": SPECIAL_IDS}
+    streamed = Client("/v1/completions", body)
+    whole = Client("/v1/completions", body | {"stream": False})
+
+    async def story(served: Served) -> None:
+        answered_at_once(served, monkeypatch)
+        for client in (streamed, whole):
+            await served.answer(client)
+
+    run(tmp_path, story)
+    *events, _, _ = streamed.answer.split(b"\n\n")
+    parts = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    [choice] = json.loads(whole.answer)["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(SPECIAL_IDS) + 1
+    assert "".join(part["text"] for part in parts) == choice["text"]
+    for name, column in choice["logprobs"].items():
+        assert [one for part in parts for one in part["logprobs"][name]] == column
