@@ -18,6 +18,8 @@ from nvserve.frontend.responses import DONE, Chunks
 from nvserve.frontend.turns import Turns
 
 OPENING_LIMIT_S: Final = 300.0  # for which one opening waits for the long work of others
+# Of a stream's deltas. They wait for our own work too, so more than an open one may have unsent.
+MAX_HELD_BYTES: Final = 8 << 20
 
 Making = Callable[[list[bytes]], Iterator[None]]  # puts one event into the list in the end
 
@@ -40,7 +42,9 @@ class Streaming:
         self._echoed: Final = echoed
         self._turns: Final = turns
         self._stream: Final[EventStream] = exchange.event_stream(generation.abort)
-        self._held: deque[bytes | Making] | None = deque()  # None once all choices are open
+        # With the bytes of those that are deltas; None once all choices are open.
+        self._held: deque[tuple[bytes | Making, int]] | None = deque()
+        self._num_held_bytes = 0
         self._news: Final = asyncio.Event()  # something is held, or the generation is over
         # Choices that wait for the scores of their echo.
         self._unopened: Final = {one.index for one in generation.choices if one.scores is not None}
@@ -56,7 +60,8 @@ class Streaming:
                 return
             self._unopened.remove(choice.index)
             self._open(choice)
-        self._put(self._chunks.delta(choice, delta))
+        event = self._chunks.delta(choice, delta)
+        self._put(event, len(event))
 
     async def run(self) -> None:
         """Send all events, once core has taken the request; raises why it has not."""
@@ -67,6 +72,7 @@ class Streaming:
             await self._write_held()
             await self._generation.done()
         except ApiError as error:
+            self._generation.abort(error)  # core is not to wait for the reader
             self._stream.write(b"data: %b\n\n" % error.body())
         else:
             self._put(self._chunks.usage(self._generation))
@@ -83,18 +89,22 @@ class Streaming:
         else:
             self._put(self._chunks.opening(choice, text, prompt))
 
-    def _put(self, event: bytes) -> None:
+    def _put(self, event: bytes, num_counted: int = 0) -> None:
         if not event:
             return
         if self._held is None:
             self._stream.write(event)
         else:
-            self._hold(event)
+            self._hold(event, num_counted)
 
-    def _hold(self, event: "bytes | Making") -> None:
+    def _hold(self, event: "bytes | Making", num_counted: int = 0) -> None:
         assert self._held is not None, "some choice is not open yet"
-        self._held.append(event)
+        self._held.append((event, num_counted))
+        self._num_held_bytes += num_counted
         self._news.set()
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self._held.clear()
+            self._stream.cut()
 
     async def _write_held(self) -> None:
         """Until every choice is open or there is nothing to wait for; then none is held any more.
@@ -104,7 +114,9 @@ class Streaming:
         assert self._held is not None, "called once"
         while True:
             while self._held:
-                await self._stream.send(await self._made(self._held.popleft()))
+                event, num_bytes = self._held.popleft()
+                self._num_held_bytes -= num_bytes
+                await self._stream.send(await self._made(event))
             if not self._unopened or self._generation.is_over:
                 self._held = None
                 return

@@ -34,7 +34,7 @@ class Client:
         self.is_read = False  # what there is of its body
         self._raw = json.dumps(body).encode()
         self._is_whole = is_whole
-        transport = SimpleNamespace(
+        self.transport = SimpleNamespace(
             is_closing=lambda: self.is_gone,
             write=self._take,
             get_write_buffer_size=lambda: 0,
@@ -45,7 +45,7 @@ class Client:
             "method": "POST",
             "path": path,
             "headers": [(b"content-type", b"application/json")],
-            "extensions": {TRANSPORT: {"transport": transport}},
+            "extensions": {TRANSPORT: {"transport": self.transport}},
         }
 
     async def receive(self) -> dict[str, Any]:

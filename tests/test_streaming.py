@@ -3,7 +3,7 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from frontend_loop_rig import Client, Served, run
 
-from nvserve.frontend import logprob_form, turns
-from nvserve.frontend.listener import EmitExtras
+from nvserve.frontend import logprob_form, streaming, turns
+from nvserve.frontend.engine import EmitExtras
+from nvserve.frontend.errors import ApiError
 from nvserve.protocol.messages import FinishReason, Logprobs
 
 IDS = [72, 101, 300, 33] * 1_000
@@ -35,20 +36,57 @@ def scored(rows: range) -> Logprobs:
     )
 
 
-def answered_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Core takes each request, and has all of its output in the next turn of the loop."""
+class Core:
+    """Takes each request, and has all of its output in the next turn of the loop.
 
-    def emit(listener: Any) -> None:
-        listener.on_accepted()
-        extras = EmitExtras(0, scored(range(1)), scored(range(1, listener.num_prompt_tokens)))
-        listener.on_tokens([7], FinishReason.LENGTH, 0, extras)
+    Or only the first token of it, with `finish` of NONE.
+    """
 
-    def submit(listener: Any, **_: Any) -> Any:
-        asyncio.get_running_loop().call_soon(emit, listener)
+    def __init__(
+        self,
+        served: Served,
+        monkeypatch: pytest.MonkeyPatch,
+        finish: FinishReason = FinishReason.LENGTH,
+    ) -> None:
+        self.listeners: list[Any] = []
+        self.num_aborts = 0
+        self._finish = finish
+        monkeypatch.setattr(served.service.engine, "submit", self._submit)
+        monkeypatch.setattr(served.service.engine, "abort", self._abort)
+
+    def _submit(self, listener: Any, **_: Any) -> Any:
+        self.listeners.append(listener)
+        asyncio.get_running_loop().call_soon(self._begin, listener)
         return SimpleNamespace()
 
-    monkeypatch.setattr(served.service.engine, "submit", submit)
-    monkeypatch.setattr(served.service.engine, "abort", lambda entry: None)
+    def _begin(self, listener: Any) -> None:
+        listener.on_accepted()
+        extras = EmitExtras(0, scored(range(1)), scored(range(1, listener.num_prompt_tokens)))
+        listener.on_tokens([7], self._finish, 0, extras)
+
+    def _abort(self, entry: Any) -> None:
+        self.num_aborts += 1
+
+
+class StillReader(Client):
+    """Takes the status line, and nothing else until it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__("/v1/completions", BODY)
+        self.is_waited_for = asyncio.Event()
+        self._is_cut = asyncio.Event()
+        self.transport.abort = self.cut
+
+    def cut(self) -> None:
+        self.is_gone = True
+        self._is_cut.set()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            self.is_waited_for.set()
+            await self._is_cut.wait()
+        else:
+            await super().send(message)
 
 
 def stream(
@@ -62,7 +100,7 @@ def stream(
             if client.status:
                 on_turn(served, client)
 
-        answered_at_once(served, monkeypatch)
+        Core(served, monkeypatch)
         await served.answer(client, turn)
 
     run(folder, story)
@@ -119,7 +157,7 @@ def test_an_echo_that_has_no_text_is_streamed_with_its_logprobs(
     whole = Client("/v1/completions", body | {"stream": False})
 
     async def story(served: Served) -> None:
-        answered_at_once(served, monkeypatch)
+        Core(served, monkeypatch)
         for client in (streamed, whole):
             await served.answer(client)
 
@@ -131,3 +169,48 @@ def test_an_echo_that_has_no_text_is_streamed_with_its_logprobs(
     assert "".join(part["text"] for part in parts) == choice["text"]
     for name, column in choice["logprobs"].items():
         assert [one for part in parts for one in part["logprobs"][name]] == column
+
+
+def test_a_reader_that_takes_no_opening_is_cut_when_too_much_is_held_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "MAX_HELD_BYTES", 10_000)
+
+    async def story(served: Served) -> None:
+        reader = StillReader()
+        core = Core(served, monkeypatch, FinishReason.NONE)
+        answering = asyncio.create_task(served.answer(reader))
+        await reader.is_waited_for.wait()
+        assert len(reader.answer) == 0
+        extras = EmitExtras(0, scored(range(1)), None)
+        num_tokens = 0
+        while not reader.is_gone and num_tokens < 1000:
+            core.listeners[0].on_tokens([7], FinishReason.NONE, 0, extras)
+            num_tokens += 1
+        assert reader.is_gone
+        assert num_tokens > 10
+        assert core.num_aborts == 1
+        await answering
+
+    run(tmp_path, story)
+
+
+def test_core_is_told_of_a_failed_opening_while_its_reader_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(served: Served) -> None:
+        reader = StillReader()
+        core = Core(served, monkeypatch, FinishReason.NONE)
+
+        def fail(_: int) -> None:
+            if reader.status:
+                served.service.turns.end(ApiError(503, "the long work of others"))
+
+        answering = asyncio.create_task(served.answer(reader, fail))
+        await reader.is_waited_for.wait()
+        assert b"the long work of others" in reader.answer
+        assert core.num_aborts == 1
+        reader.cut()
+        await answering
+
+    run(tmp_path, story)
