@@ -272,8 +272,7 @@ class Generation:
         self._num_unaccepted = len(self.choices)
         self._num_unfinished = len(self.choices)
         loop = asyncio.get_running_loop()
-        # Why there is none, or None.
-        self._accepted: asyncio.Future[ApiError | None] = loop.create_future()
+        self._accepted: asyncio.Future[ApiError | None] = loop.create_future()  # None, or why not
         self._done: asyncio.Future[ApiError | None] = loop.create_future()
 
     @property
@@ -310,7 +309,7 @@ class Generation:
 
         Without a limit of its own: its deadline and the launcher's watch end it.
         """
-        raise_again(await self._done)
+        raise_again(await asyncio.shield(self._done))  # whose owner may be cancelled
 
     def abort(self, error: ApiError | None = None) -> None:
         """End every choice now; who waits gets the error, by default that the client left."""

@@ -291,6 +291,21 @@ def test_a_queue_that_fills_up_midway_leaves_nothing_behind() -> None:
     run(test, num_choices=3, max_requests=2)
 
 
+def test_core_is_told_when_the_owner_of_a_generation_is_cancelled() -> None:
+    async def test(engine: RecordingEngine, generation: Generation, deltas: list[Delta]) -> None:
+        start(generation, deltas)
+        owner = asyncio.create_task(generation.done())
+        await asyncio.sleep(0)
+        owner.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await owner
+        assert not generation.is_over
+        generation.abort()
+        assert engine.aborted == engine.entries
+
+    run(test)
+
+
 def finish(choice: Choice) -> None:
     choice.on_accepted()
     choice.on_tokens([300], LENGTH, 0, None)
