@@ -38,9 +38,11 @@ from nvserve.frontend.schema import (
     parse,
     plain_messages,
 )
-from nvserve.frontend.service import FAREWELL, Service
+from nvserve.frontend.service import Service
 from nvserve.frontend.streaming import Streaming
 from nvserve.protocol.control import State
+
+FAREWELL_LIMIT_S: Final = 0.5  # for a reader to take the answer of a process that ends
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +73,12 @@ def application(service: Service, api_key: str) -> Router:
         ("GET", "/ready", api.ready),
     ]
     routes = [
-        Route(path, _Endpoint(method, handler, key, cors))
+        Route(path, _Endpoint(method, handler, key, cors, service.farewell))
         for key, group in ((api_key, guarded), ("", open_to_all))
         for method, path, handler in group
     ]
-    return Router(routes, redirect_slashes=False, default=_Endpoint("", _not_found, "", cors))
+    default = _Endpoint("", _not_found, "", cors, service.farewell)
+    return Router(routes, redirect_slashes=False, default=default)
 
 
 async def _embeddings(exchange: Exchange) -> None:
@@ -94,11 +97,20 @@ class _Endpoint:
     No method takes all. HEAD is GET, of whose answer the server below leaves the body out.
     """
 
-    def __init__(self, method: str, handler: Handler, api_key: str, cors: Cors) -> None:
+    def __init__(
+        self,
+        method: str,
+        handler: Handler,
+        api_key: str,
+        cors: Cors,
+        farewell: Callable[[], str],
+    ) -> None:
+        """`farewell` says why the process ends."""
         self._methods: Final = {"GET": ["GET", "HEAD"], "": []}.get(method, [method])
         self._cors: Final = cors
         self._handler: Final = handler
         self._api_key: Final = api_key
+        self._farewell: Final = farewell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._cors)
@@ -117,7 +129,8 @@ class _Endpoint:
         except ApiError as error:
             await self._answer(exchange, error)
         except asyncio.CancelledError:  # the process ends, and a drain has waited long enough
-            await self._answer(exchange, ApiError(503, FAREWELL, code="aborted"))
+            # Not raised again: uvicorn would log it as a failure of ours, and end the task as well.
+            await self._answer_last(exchange)
         except Exception:  # the edge: a bug costs this request alone, and its text stays here
             logger.exception("unexpected failure of %s", scope["path"])
             await self._answer(exchange, ApiError(500, "the server failed on this request"))
@@ -127,6 +140,13 @@ class _Endpoint:
         error = ApiError(405, text, code="method_not_allowed")
         allow = (b"allow", ", ".join(self._methods).encode())
         await exchange.respond(error.body(), status=error.status, headers=[allow])
+
+    async def _answer_last(self, exchange: Exchange) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_LIMIT_S):
+                await self._answer(exchange, ApiError(503, self._farewell(), code="aborted"))
+        except TimeoutError:
+            exchange.transport.abort()
 
     async def _answer(self, exchange: Exchange, error: ApiError) -> None:
         if exchange.is_started:

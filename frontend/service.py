@@ -51,7 +51,6 @@ from nvserve.protocol.sampling import SamplingParams
 
 NO_TOOLS: Final = ToolPlan()
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of max_tokens for completions
-FAREWELL: Final = "the server is shutting down"
 CLOSED_RETRY_AFTER_S: Final = 5.0
 GROUP_CHARS: Final = 64_000  # of many texts, encoded at once
 INLINE_IDS: Final = 100_000  # of given prompts; more are checked and packed in turns
@@ -129,7 +128,7 @@ class Service:
         kinds = [self._bound, self._resumable] + ([] if is_restart else [self._passing])
         if await have_ended(timeout_s, *kinds):
             return
-        aborted = ApiError(503, self._farewell(), code="aborted")
+        aborted = ApiError(503, self.farewell(), code="aborted")
         self.turns.end(aborted)
         for generation in list(self._open):
             if not (is_restart and generation.is_resumable):
@@ -140,16 +139,16 @@ class Service:
         """The 503 of what comes too late; after a failure, another try would not help."""
         is_failed = self.condition.state is State.FAILED
         retry_after_s = None if is_failed else CLOSED_RETRY_AFTER_S
-        return ApiError(503, self._farewell(), retry_after_s=retry_after_s)
+        return ApiError(503, self.farewell(), retry_after_s=retry_after_s)
 
-    def _farewell(self) -> str:
+    def farewell(self) -> str:
         """Why nothing is accepted any more, and what was accepted ends now."""
         if self.condition.state is State.FAILED:
             reason = self.condition.reason or "the engine cannot be restarted"
             return f"the server has failed: {reason}"
         if self._is_restarting and self.condition.state is not State.DRAINING:
             return "the frontend is being restarted"
-        return FAREWELL
+        return "the server is shutting down"
 
     # -- bodies to plans -------------------------------------------------------------------------
 

@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from frontend_loop_rig import LIMIT_S, MAX_MODEL_LEN, Client, Served, run
 
-from nvserve.frontend import id_texts, params, service, turns
+from nvserve.frontend import http, id_texts, params, service, turns
 from nvserve.frontend.schema import CompletionBody
+from nvserve.protocol.control import Condition, State
 
 IDS = [72, 101, 300, 33] * 2_500
 
@@ -101,6 +102,38 @@ def test_a_drain_ends_long_work_when_its_time_is_up(tmp_path: Path) -> None:
         assert client.status == 503
         assert b"the server is shutting down" in client.answer
 
+    run(tmp_path, story)
+
+
+def test_a_request_that_the_end_of_a_failed_server_finds_is_told_of_the_failure(
+    tmp_path: Path,
+) -> None:
+    async def story(served: Served) -> None:
+        client = Client("/v1/completions", {"prompt": "x"})
+        async with waiting_for_core(served, client):
+            served.service.condition = Condition(State.FAILED, "no GPU is left")
+        assert client.status == 503
+        assert b"the server has failed: no GPU is left" in client.answer
+
+    run(tmp_path, story)
+
+
+def test_a_reader_that_takes_nothing_does_not_hold_up_the_loops_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StillReader(Client):
+        async def send(self, message: MutableMapping[str, Any]) -> None:
+            await asyncio.Event().wait()
+
+    async def story(served: Served) -> None:
+        client = StillReader("/v1/completions", {"prompt": "x"})
+        is_cut = asyncio.Event()
+        client.transport.abort = is_cut.set
+        async with asyncio.timeout(LIMIT_S), waiting_for_core(served, client):
+            pass
+        assert is_cut.is_set()
+
+    monkeypatch.setattr(http, "FAREWELL_LIMIT_S", 0.01)
     run(tmp_path, story)
 
 
