@@ -1,7 +1,8 @@
 """Requests that come together are begun few at a time: streams have the event loop in between.
 
 To plan and submit one takes some tenths of a millisecond. All of a burst in one pass of the loop
-would be a pause of every stream.
+would be a pause of every stream. Behind its turn nothing spreads them any more: those whose texts
+go through a thread come back as it is done with them, sometimes several in a pass.
 """
 
 import asyncio
@@ -19,7 +20,10 @@ class Arrivals:
         self._num_begun = 0  # in this pass
 
     async def turn(self) -> None:
-        """Wait for the pass in which this request is begun: as many passes as others need."""
+        """Wait for the pass in which this request is begun: as many passes as others need.
+
+        Its client may have left meanwhile.
+        """
         loop = asyncio.get_running_loop()
         if self._num_begun < MAX_A_PASS and not self._waiting:
             if not self._num_begun:

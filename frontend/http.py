@@ -170,6 +170,7 @@ class _Api:
         with self._service.bodies.one() as held:
             raw = await exchange.read_json(held)
             await self._service.arrivals.turn()
+            exchange.check_client()
             if len(raw) <= FREE_BYTES:
                 return parse(body_type, raw, max_ids)
             async with self._service.turns.one(exchange):

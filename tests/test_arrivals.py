@@ -5,12 +5,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frontend_loop_rig import LIMIT_S, Client, Served
 from frontend_loop_rig import run as run_served
 
+from nvserve.frontend import http
 from nvserve.frontend.arrivals import MAX_A_PASS, Arrivals
+from nvserve.frontend.errors import ApiError
 
 NUM_ARRIVALS = 5 * MAX_A_PASS + 3
 
@@ -95,5 +98,30 @@ def test_a_burst_of_requests_is_submitted_in_several_passes(tmp_path: Path) -> N
         await served.service.drain(0.0)
         await asyncio.gather(*tasks)
         assert {client.status for client in clients} == {503}
+
+    run_served(tmp_path, story)
+
+
+def test_who_leaves_before_its_turn_costs_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(served: Served) -> None:
+        parsed: list[bytes] = []
+
+        def parse(body_type: Any, raw: bytes, max_ids: int) -> Any:
+            parsed.append(raw)
+            raise ApiError(400, "parsed")
+
+        monkeypatch.setattr(http, "parse", parse)
+        clients = [Client("/v1/completions", {"prompt": [5]}) for _ in range(NUM_ARRIVALS)]
+        tasks = [asyncio.create_task(served.answer(client)) for client in clients]
+        async with asyncio.timeout(LIMIT_S):
+            while not parsed:
+                await asyncio.sleep(0)
+        assert len(parsed) == MAX_A_PASS
+        for client in clients:
+            client.is_gone = not client.status
+        await asyncio.gather(*tasks)
+        assert len(parsed) == MAX_A_PASS
 
     run_served(tmp_path, story)
