@@ -40,6 +40,7 @@ class FrontendLink:
         self.is_connected = False  # its Hello has arrived
         self.inbox: Inbox | None = None
         self._outbox: Outbox | None = None
+        self.is_drained = True  # the last reading left nothing behind
         self.num_dropped = 0  # malformed frames and those of other lives
 
     def connect(self, life: int) -> None:
@@ -84,6 +85,7 @@ class WorkerLinks:
         self.inbox: Inbox | None = None
         self._outboxes: list[Outbox] = []
         self._absent: set[int] = set()  # ranks whose Hello has not arrived
+        self.is_drained = True
         self.num_dropped = 0
 
     @property
@@ -132,11 +134,14 @@ class WorkerLinks:
 def _receive(
     link: FrontendLink | WorkerLinks, inbox: Inbox | None, decode: Decoder[T]
 ) -> Iterator[T]:
-    num_bytes = 0
-    for _ in range(MAX_FRAMES):
-        frame = inbox.receive() if inbox is not None and num_bytes < MAX_BYTES else None
+    num_bytes = num_frames = 0
+    link.is_drained = False
+    while num_frames < MAX_FRAMES and num_bytes < MAX_BYTES:
+        frame = inbox.receive() if inbox is not None else None
         if frame is None:
+            link.is_drained = True
             return
+        num_frames += 1
         num_bytes += len(frame)
         try:
             message = decode(frame)

@@ -241,6 +241,7 @@ class Core:
             now=now,
             num_dropped_frames=self._frontend.num_dropped + self._workers.num_dropped,
             compiling_ids=self._compiling.request_ids,
+            are_ids_told=self._frontend.is_drained,  # else what is unread would look lost
         )
         if age_s < STATS_MAX_S and _is_same(stats, self._last_stats):
             return

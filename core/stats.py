@@ -15,8 +15,12 @@ def core_stats(
     now: float,
     num_dropped_frames: int,
     compiling_ids: Sequence[int] = (),
+    are_ids_told: bool = True,
 ) -> CoreStats:
-    """Counters and gauges now; at every moment accepted = finished + running + waiting."""
+    """Counters and gauges now; at every moment accepted = finished + running + waiting.
+
+    `are_ids_told`: with the ids of requests, to be compared with those of the frontend.
+    """
     counters, batch, ledger = scheduler.counters, scheduler.batch, scheduler.ledger
     tables = batch.tables if batch is not None else None
     live = tables if ledger is not None else None  # else its counts are in the totals already
@@ -42,6 +46,6 @@ def core_stats(
         prefix_hits_total=counters.hit_tokens + (live.num_hit_tokens if live is not None else 0),
         dropped_total=counters.dropped + num_dropped_frames,
         recovered_total=counters.recovered,
-        request_ids=list(scheduler.requests),
-        unanswered_ids=[*compiling_ids, *scheduler.held_ids],
+        request_ids=list(scheduler.requests) if are_ids_told else None,
+        unanswered_ids=[*compiling_ids, *scheduler.held_ids] if are_ids_told else None,
     )

@@ -6,6 +6,8 @@ and retried. Knows lives; decides nothing about requests.
 
 import asyncio
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -40,6 +42,7 @@ class CoreLink:
         self.core_life = -1
         self.is_connected = False  # core's Hello has arrived
         self.num_dropped = 0  # frames malformed or of an older life
+        self.settled_s = 0.0  # UNIX seconds when nothing was unsent any more, inf until then
         self._context: Final = context
         self._launch_dir: Final = launch_dir
         self._dispatch: Final = dispatch
@@ -73,6 +76,7 @@ class CoreLink:
         """Close the sockets and forget what was not sent; harmless when repeated."""
         self.is_connected = False
         self._unsent.clear()
+        self.settled_s = 0.0
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -93,6 +97,7 @@ class CoreLink:
         frame = encode(message)
         if self._unsent or not self._outbox.send(frame):
             self._unsent.append(frame)
+            self.settled_s = math.inf
             self._retry_later()
 
     def _retry_later(self) -> None:
@@ -106,6 +111,7 @@ class CoreLink:
                 self._retry_later()
                 return
             self._unsent.popleft()
+        self.settled_s = time.time()
 
     # -- in --------------------------------------------------------------------------------------
 

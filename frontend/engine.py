@@ -8,14 +8,14 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, assert_never
+from typing import Final, assert_never
 
-import msgspec
 import zmq
 
 from nvserve.frontend.core_link import CoreLink
 from nvserve.frontend.errors import ApiError
 from nvserve.frontend.journal import Entry, Gap, Journal, Standing
+from nvserve.frontend.listener import EmitExtras, Listener
 from nvserve.frontend.pace import Pace
 from nvserve.frontend.quarantine import Quarantine
 from nvserve.frontend.resync import compare
@@ -29,7 +29,6 @@ from nvserve.protocol.messages import (
     Finish,
     FinishReason,
     Hello,
-    Logprobs,
     RefusalKind,
     Refused,
     Strikes,
@@ -48,35 +47,6 @@ _STATUS_OF: Final = {
     RefusalKind.BUSY: 429,
     RefusalKind.DRAINING: 503,
 }
-
-
-class Listener(Protocol):
-    """What one request's owner is told, each on the event loop and in this order."""
-
-    def on_accepted(self) -> None:
-        """Core has taken the request; told once, though core may take it again after its death."""
-
-    def on_refused(self, error: ApiError) -> None:
-        """Core has not taken it; nothing follows."""
-
-    def on_tokens(
-        self, tokens: Sequence[int], finish: FinishReason, cached: int, emit: "EmitExtras | None"
-    ) -> None:
-        """New output ids, each exactly once; a finish other than NONE is the last call."""
-
-    def on_failure(self, error: Exception) -> None:
-        """An earlier call raised: our own fault, and the last call."""
-
-
-class EmitExtras(msgspec.Struct, frozen=True):
-    """Logprobs of an emit; rows index its ids, of which the first `num_skipped` are not new.
-
-    Rows of `prompt_logprobs` are positions in the prompt.
-    """
-
-    num_skipped: int
-    logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None = None
 
 
 class Engine:
@@ -197,7 +167,7 @@ class Engine:
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         listener = self._listeners[entry.request_id]
         self.abort(entry)
-        listener.on_tokens((), reason, 0, None)
+        self._tell(entry.request_id, listener, (), reason)
 
     def _next_id(self) -> int:
         self._counter += 1
@@ -293,7 +263,10 @@ class Engine:
 
     def _mend(self, stats: CoreStats, held: list[int], unanswered: list[int]) -> None:
         """Repair what a lost message broke."""
-        found = compare(self.journal, held, stats.time, unanswered_ids=unanswered)
+        settled_s = self._link.settled_s
+        found = compare(
+            self.journal, held, stats.time, unanswered_ids=unanswered, settled_s=settled_s
+        )
         for entry in found.lost:
             self._restart(entry.request_id, Gap(f"request {entry.request_id}: its end was lost"))
         for entry in found.unsent:
@@ -375,17 +348,25 @@ class Engine:
         listener = self._listeners[request_id]
         if finish:
             del self._listeners[request_id]
+        self._tell(request_id, listener, tokens, finish, message.cached[row], extras)
+
+    def _tell(
+        self,
+        request_id: int,
+        listener: Listener,
+        tokens: Sequence[int],
+        finish: FinishReason,
+        cached: int = 0,
+        extras: EmitExtras | None = None,
+    ) -> None:
         try:
-            listener.on_tokens(tokens, finish, message.cached[row], extras)
+            listener.on_tokens(tokens, finish, cached, extras)
         except Exception as error:  # one request's fault must not stop the others' tokens
             logger.exception("request %d failed while its tokens were handed out", request_id)
-            self._fail(request_id, listener, error)
-
-    def _fail(self, request_id: int, listener: Listener, error: Exception) -> None:
-        entry = self.journal.get(request_id)
-        if entry is not None:
-            self.abort(entry)
-        listener.on_failure(error)
+            entry = self.journal.get(request_id)
+            if entry is not None:
+                self.abort(entry)
+            listener.on_failure(error)
 
     def _restart(self, request_id: int, gap: Gap) -> None:
         """Emits were lost: have core forget the request and submit it again from the journal."""

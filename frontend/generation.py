@@ -13,10 +13,11 @@ from typing import Final
 import msgspec
 
 from nvserve.frontend.detokenizer import Detokenizer, Vocabulary
-from nvserve.frontend.engine import EmitExtras, Engine
+from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, deadline_passed, raise_again
 from nvserve.frontend.grammars import Grammar, broken_grammar, named_by_client
 from nvserve.frontend.journal import Entry
+from nvserve.frontend.listener import EmitExtras
 from nvserve.frontend.metrics import RequestMetrics
 from nvserve.frontend.params import TextRules, derive_seed
 from nvserve.frontend.stop_strings import StopMatcher

@@ -24,11 +24,17 @@ class Differences:
 
 
 def compare(
-    journal: Journal, request_ids: list[int], now: float, *, unanswered_ids: Collection[int] = ()
+    journal: Journal,
+    request_ids: list[int],
+    now: float,
+    *,
+    unanswered_ids: Collection[int] = (),
+    settled_s: float = 0.0,
 ) -> Differences:
     """The differences from what core held at the time `now`, in UNIX seconds.
 
     `unanswered_ids`: submits that core has, and has neither accepted nor refused so far.
+    `settled_s`: when the last submit left that there was no room for at first, inf until then.
     """
     found = Differences()
     held, unanswered = set(request_ids), set(unanswered_ids)
@@ -39,7 +45,7 @@ def compare(
         unanswered.discard(entry.request_id)
         if entry.standing is Standing.ACCEPTED and not is_held:
             found.lost.append(entry)
-        elif entry.standing is Standing.SENT and now - entry.sent_s > UNANSWERED_S:
+        elif entry.standing is Standing.SENT and now - max(entry.sent_s, settled_s) > UNANSWERED_S:
             if is_held:
                 found.accepted.append(entry.request_id)
             elif not is_unanswered:

@@ -246,7 +246,7 @@ class CoreStats(Message, frozen=True):
     prefix_hits_total: int  # tokens found there
     dropped_total: int  # malformed, stale or unknown messages
     recovered_total: int  # requests replayed after an epoch or a core ended
-    request_ids: list[int] | None = None  # accepted and not finished; None = not told
+    request_ids: list[int] | None = None  # accepted, not finished; None = submits are unread
     # Submits here without an answer yet: for want of a compiled grammar or of a first epoch.
     unanswered_ids: list[int] | None = None
 

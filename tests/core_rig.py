@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ from nvserve.protocol.messages import (
     SchedulerOutput,
     StepDone,
     Submit,
+    ToFrontend,
     pack_ids,
 )
 from nvserve.protocol.sampling import SamplingParams
@@ -146,13 +147,14 @@ class Rig:
         grammar: str = "",
         bad_words: list[list[int]] | None = None,
         timeout_s: float = 0.0,
+        prompt: Sequence[int] = (1, 2, 3),
     ) -> None:
         now = time.time()
         submit = Submit(
             self.life,
             core_life,
             request_id,
-            pack_ids([1, 2, 3]),
+            pack_ids(prompt),
             b"",
             SamplingParams(max_tokens=max_tokens, grammar=grammar, bad_words=bad_words or []),
             seed=0,
@@ -161,20 +163,14 @@ class Rig:
         )
         self.to_core.send(encode(submit))
 
+    def next_reply(self) -> ToFrontend:
+        return decode_to_frontend(wait_for(lambda: self.from_core.receive(timeout_ms=50)))
+
     def expect_reply(self, kind: type[T]) -> T:
         """The next reply of this kind; CoreStats may come between."""
-
-        def poll() -> T | None:
-            frame = self.from_core.receive(timeout_ms=50)
-            if frame is None:
-                return None
-            message = decode_to_frontend(frame)
-            if isinstance(message, kind):
-                return message
+        while not isinstance(message := self.next_reply(), kind):
             assert isinstance(message, CoreStats), message
-            return None
-
-        return wait_for(poll)
+        return message
 
     # -- workers
 

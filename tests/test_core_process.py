@@ -25,6 +25,7 @@ from nvserve.protocol.messages import (
     CoreStats,
     Emits,
     FinishReason,
+    Refused,
     SchedulerOutput,
     StepDone,
     StepFailed,
@@ -98,6 +99,26 @@ def test_large_submits_are_taken_in_several_turns(rig: Rig) -> None:
         assert len(at_once) <= 4
         accepted += at_once
     assert accepted == list(range(20))
+
+
+def test_ids_are_told_only_when_no_submit_is_unread(rig: Rig) -> None:
+    """Else the frontend takes what it sent and core does not list for lost."""
+    rig.meet(life=1)
+    rig.start_epoch(tp_size=1)
+    long = [2] * (MAX_BYTES // 4)  # refused, and so large that its turn ends with it
+
+    def poll() -> bool | None:
+        rig.submit(7, max_tokens=1, prompt=long)
+        is_seen = False
+        while not isinstance(reply := rig.next_reply(), Refused):
+            assert isinstance(reply, CoreStats), reply
+            is_seen |= reply.request_ids is None
+        return is_seen or None
+
+    wait_for(poll)
+    rig.submit(8, max_tokens=1)
+    rig.expect_reply(Accepted)
+    wait_for(lambda: True if rig.expect_reply(CoreStats).request_ids == [8] else None)
 
 
 def test_a_reason_of_any_length_fits_the_control_channel(rig: Rig) -> None:

@@ -1,5 +1,6 @@
 """The frontend's search for a request that kills core, and what it mends after lost messages."""
 
+import math
 import random
 from array import array
 
@@ -188,6 +189,15 @@ def test_a_submit_that_core_has_and_cannot_answer_yet_is_not_sent_again() -> Non
     assert [entry.request_id for entry in found.unsent] == [1]
     assert not found.accepted
     assert found.orphans == [7]
+
+
+def test_a_submit_that_waited_for_room_counts_as_sent_when_the_last_one_was() -> None:
+    journal = make_journal(1)
+    for entry in journal:
+        entry.standing, entry.sent_s = Standing.SENT, 1_000.0
+    for settled_s, is_lost in ((math.inf, False), (1_006.0, False), (1_004.0, True)):
+        found = compare(journal, [], 1_005.0 + UNANSWERED_S, settled_s=settled_s)
+        assert bool(found.unsent) is is_lost
 
 
 def test_a_finished_request_is_not_missed() -> None:

@@ -12,8 +12,8 @@ import pytest
 from frontend_loop_rig import Client, Served, run
 
 from nvserve.frontend import logprob_form, streaming, turns
-from nvserve.frontend.engine import EmitExtras
 from nvserve.frontend.errors import ApiError
+from nvserve.frontend.listener import EmitExtras
 from nvserve.protocol.messages import FinishReason, Logprobs
 
 IDS = [72, 101, 300, 33] * 1_000
