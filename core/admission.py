@@ -93,6 +93,7 @@ class Admission:
             deadline=submit.deadline,
             salt=submit.salt,
             strikes=submit.strikes,
+            is_replay=submit.is_replay,
             num_scored=len(prompt) if emitted else 0,  # a replay's scores were sent long ago
             constraint=self._constraint(sampling, matcher),
         )

@@ -52,6 +52,7 @@ class Request:
     deadline: float = 0.0
     salt: str = ""
     strikes: int = 0
+    is_replay: bool = False
     constraint: Constraint | None = None
     order: tuple[int, float, int] = field(init=False)  # smaller goes first, larger yields first
     must_wait: bool = field(init=False)  # its next step needs its last token on the host

@@ -77,7 +77,6 @@ class Scheduler:
         except RequestRefused as refusal:
             self.refuse(message.request_id, refusal)
             return
-        self.counters.recovered += message.is_replay
         if request is not None:
             self._accept(request)
 
@@ -123,7 +122,6 @@ class Scheduler:
         for message in uncompiled:
             try:
                 self._accept(self._admission.make_request(message))
-                self.counters.recovered += message.is_replay
             except RequestRefused as refusal:
                 self.refuse(message.request_id, refusal)
         for request_id in self._deadlines.pop_passed(now):
@@ -138,6 +136,7 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self.counters.accepted += 1
+        self.counters.recovered += request.is_replay
         self.counters.prompt_tokens += request.num_prompt
         self._replies.accept(request.request_id)
         self.requests[request.request_id] = request

@@ -148,6 +148,18 @@ def test_submits_before_the_pool_is_known_are_answered_once_it_is() -> None:
     assert_all_as_expected(world, [good])
 
 
+def test_a_held_replay_is_recovered_once_it_is_accepted() -> None:
+    world = make_world()
+    gone, kept = (world.submit([2, 3], max_tokens=3, ignore_eos=True) for _ in range(2))
+    world.restart_core(has_epoch=False)
+    assert world.scheduler.counters.recovered == 0
+    world.end(gone, FinishReason.ABORT)
+    world.start_epoch()
+    assert world.scheduler.counters.recovered == 1
+    world.run()
+    assert_all_as_expected(world, [kept])
+
+
 def test_what_could_never_be_taken_is_refused_before_the_pool_is_known() -> None:
     """Its client need not wait for a load; nor has core all of them to look at once it is over."""
     world = make_world()
