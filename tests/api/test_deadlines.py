@@ -8,7 +8,7 @@ from api.frontend_process import FrontendProcess
 
 from nvserve.protocol.codec import encode
 from nvserve.protocol.control import Peers
-from nvserve.protocol.messages import Abort, FinishReason, Submit
+from nvserve.protocol.messages import Abort, Submit
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -76,9 +76,3 @@ def test_a_request_behind_suspects_ends_at_its_deadline(
         assert len(trial.of_type(Submit)) == 1
         trial.most_tokens = None
         assert_served(suspect, [1])
-
-
-def test_cores_own_word_comes_first(frontend: FrontendProcess, core: FakeCore) -> None:
-    core.finish_with = FinishReason.DEADLINE
-    assert_late(ask(frontend, [1], timeout_s=0.1))
-    assert not core.of_type(Abort)

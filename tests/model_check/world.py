@@ -213,12 +213,18 @@ class World:
         self.replies.restart(self.frontend_life)
 
     def expire(self, seconds: float, uncompiled: Sequence[Submit] = ()) -> None:
-        """Time passes, too much of it for those whose grammar is not compiled."""
+        """Time passes, too much of it for those whose grammar is not compiled.
+
+        Nobody is kept beyond its deadline, with or without an epoch.
+        """
         self.now += seconds
         for submit in uncompiled:
             self.journal[submit.request_id] = Entry(submit)
         self.scheduler.expire(self.now, uncompiled)
         self.flush()
+        if not self.is_frontend_blocked:
+            late = [id_ for id_, e in self.journal.items() if 0 < e.submit.deadline <= self.now]
+            assert not late, f"{late} are kept beyond their deadlines"
 
     # -- the workers
 
