@@ -7,7 +7,7 @@ the chunks that carry more are built piece by piece. Knows formats only; sends n
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -104,9 +104,9 @@ class Chunks:
         self._logprobs.begin_behind(choice, echoed)
 
     def making_opening(
-        self, choice: Choice, echoed: str, prompt_ids: Sequence[int], made: list[bytes]
-    ) -> Iterator[None]:
-        """Put the first event of a choice into `made`: its prompt with the logprobs it has by now.
+        self, choice: Choice, echoed: str, prompt_ids: Sequence[int]
+    ) -> Generator[None, None, bytes]:
+        """Make the first event of a choice: its prompt with the logprobs it has by now.
 
         In as many steps as there are strides of tokens.
         """
@@ -119,7 +119,7 @@ class Chunks:
             name: msgspec.Raw(b"[%b]" % b",".join(pieces)) for name, pieces in columns.items()
         }
         body = self._opening_body(echoed, prompt_ids)
-        made.append(self._event(choice, body, logprobs, None))
+        return self._event(choice, body, logprobs, None)
 
     def _opening_body(self, echoed: str, prompt_ids: Sequence[int]) -> Document:
         shape = self._shape

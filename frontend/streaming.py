@@ -7,8 +7,7 @@ is written no faster than its reader takes it, since it is large. Knows events; 
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterator, Sequence
 from typing import Final
 
 from nvserve.frontend.errors import ApiError
@@ -17,11 +16,11 @@ from nvserve.frontend.generation import Choice, Delta, Generation
 from nvserve.frontend.responses import DONE, Chunks
 from nvserve.frontend.turns import Turns
 
-OPENING_LIMIT_S: Final = 300.0  # for which one opening waits for the long work of others
+OPENING_LIMIT_S: Final = 300.0  # for which all openings wait for the long work of others
 # Of a stream's deltas. They wait for our own work too, so more than an open one may have unsent.
 MAX_HELD_BYTES: Final = 8 << 20
 
-Making = Callable[[list[bytes]], Iterator[None]]  # puts one event into the list in the end
+Making = Generator[None, None, bytes]  # of one event, in steps
 
 
 class Streaming:
@@ -41,6 +40,7 @@ class Streaming:
         self._chunks: Final = chunks
         self._echoed: Final = echoed
         self._turns: Final = turns
+        self._patience: Final = turns.patience(exchange, OPENING_LIMIT_S)
         self._stream: Final[EventStream] = exchange.event_stream(generation.abort)
         # With the bytes of those that are deltas; None once all choices are open.
         self._held: deque[tuple[bytes | Making, int]] | None = deque()
@@ -85,7 +85,7 @@ class Streaming:
         if self._echoed and choice.scores is not None:  # special tokens alone have no text
             # What is put out behind it needs its place in the text.
             self._chunks.begin_behind(choice, text)
-            self._hold(partial(self._chunks.making_opening, choice, text, prompt))
+            self._hold(self._chunks.making_opening(choice, text, prompt))
         else:
             self._put(self._chunks.opening(choice, text, prompt))
 
@@ -126,6 +126,11 @@ class Streaming:
     async def _made(self, event: "bytes | Making") -> bytes:
         if isinstance(event, bytes):
             return event
-        made: list[bytes] = []
-        await self._turns.work_off(event(made), self._exchange, OPENING_LIMIT_S)
-        return made[0]
+        made = b""
+
+        def work() -> Iterator[None]:
+            nonlocal made
+            made = yield from event
+
+        await self._turns.work_off(work(), self._exchange, self._patience)
+        return made

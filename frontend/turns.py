@@ -45,25 +45,29 @@ class Turns:
         A 504 for who waits longer than the request may take, and a 503 for who waits too long in
         any case; ClientGone for whose client has hung up meanwhile.
         """
-        async with self._turn(client, _Patience(client, self._clock)):
+        async with self._turn(client, Patience(client, self._clock, LIMIT_S)):
             yield
 
+    def patience(self, client: Client, limit_s: float) -> "Patience":
+        """For several pieces of one client's work together; `limit_s` is the one for others."""
+        return Patience(client, self._clock, limit_s)
+
     async def work_off(
-        self, work: Iterator[None], client: Client, limit_s: float | None = None
+        self, work: Iterator[None], client: Client, patience: "Patience | None" = None
     ) -> None:
         """Do all of it, in as many turns as it takes; raises what `one` does.
 
         The limits are of all turns together, and the request's own is also of the work itself.
-        `limit_s` replaces the one for others.
+        `patience` has those of other work as well.
         """
-        patience, is_done = _Patience(client, self._clock, limit_s), False
+        patience, is_done = patience or Patience(client, self._clock, LIMIT_S), False
         while not is_done:
             async with self._turn(client, patience):
                 end = self._clock() + PIECE_S
                 is_done = all(self._clock() < end for _ in work)  # stops when the time is up
 
     @contextlib.asynccontextmanager
-    async def _turn(self, client: Client, patience: "_Patience") -> AsyncIterator[None]:
+    async def _turn(self, client: Client, patience: "Patience") -> AsyncIterator[None]:
         await patience.acquire(self._lock)
         begun = self._clock()
         try:
@@ -77,19 +81,18 @@ class Turns:
                 self._lock.release()
 
 
-class _Patience:
+class Patience:
     """How long one client's work may wait yet."""
 
-    def __init__(
-        self, client: Client, clock: Callable[[], float], limit_s: float | None = None
-    ) -> None:
+    def __init__(self, client: Client, clock: Callable[[], float], limit_s: float) -> None:
         own_s = client.timeout_s()
         self._clock: Final = clock
         self._deadline: Final = float("inf") if own_s is None else clock() + own_s
-        self._limit_s: Final = LIMIT_S if limit_s is None else limit_s
-        self._left_s = self._limit_s
+        self._limit_s: Final = limit_s
+        self._left_s = limit_s
 
     async def acquire(self, lock: asyncio.Lock) -> None:
+        """Wait for it within the limits, of which the wait is taken."""
         begun = self._clock()
         own_left_s = self._deadline - begun
         if own_left_s <= 0:

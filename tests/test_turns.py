@@ -110,6 +110,27 @@ def test_work_that_takes_longer_than_its_request_may_is_given_up(
     asyncio.run(run())
 
 
+def test_works_with_one_patience_have_one_limit_together() -> None:
+    async def run() -> None:
+        turns, client = one_look_a_turn(), exchange(0.05)
+        patience = turns.patience(client, 10.0)
+        num_done = 0
+
+        async def work_often() -> None:
+            nonlocal num_done
+            while num_done < 1000:
+                await turns.work_off(iter([None]), client, patience)
+                num_done += 1
+
+        with pytest.raises(ApiError) as caught:
+            await work_often()
+        assert caught.value.status == 504
+        assert num_done > 0
+        await turns.work_off(iter([None]), client)
+
+    asyncio.run(run())
+
+
 def test_waiting_between_many_turns_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for one turn each, and so never too long."""
     monkeypatch.setattr(turns_module, "PIECE_S", 0.0)
