@@ -182,9 +182,11 @@ class Door:
             del connection.requests[request.id]
             _send(connection, last)
 
-    async def _planned(self, submit: Submit) -> tuple[Plan, list[int]]:
+    async def _planned(self, request: Request) -> tuple[Plan, list[int]]:
         """What is to be done, and the ids that the client holds of it."""
+        submit = request.take_submit()
         await self._service.arrivals.turn()
+        request.check_wanted()
         self._service.check_open(is_resumable=True)
         limits, params = self._service.limits, submit.params
         plan = await self._service.plan_client(
@@ -196,12 +198,11 @@ class Door:
 
     async def _generate(self, connection: Connection, request: Request) -> ToClient:
         try:
-            plan, emitted = await self._planned(request.take_submit())
+            plan, emitted = await self._planned(request)
         finally:
             self._note_planned(connection, -request.num_bytes)
         generation = self._service.generation(plan, is_resumable=True)
-        if request.is_gone:
-            raise ApiError(499, "aborted")
+        request.check_wanted()
         request.generation = generation
 
         def sink(choice: Choice, delta: Delta) -> None:

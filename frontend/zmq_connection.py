@@ -48,6 +48,11 @@ class Request:
         assert submit is not None, "a submit is planned once"
         return submit
 
+    def check_wanted(self) -> None:
+        """A 499 once nobody wants it any more."""
+        if self.is_gone:
+            raise ApiError(499, "aborted")
+
     def abort(self) -> None:
         """Nobody wants it any more."""
         self.is_gone = True

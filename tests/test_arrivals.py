@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from frontend_loop_rig import LIMIT_S, Client, Served
@@ -14,6 +15,16 @@ from frontend_loop_rig import run as run_served
 from nvserve.frontend import http
 from nvserve.frontend.arrivals import MAX_A_PASS, Arrivals
 from nvserve.frontend.errors import ApiError
+from nvserve.frontend.zmq_api import Door
+from nvserve.frontend.zmq_wire import Wire
+from nvserve.protocol.client_messages import (
+    CLIENT_PROTOCOL,
+    Abort,
+    Hello,
+    Submit,
+    encode_client,
+)
+from nvserve.protocol.messages import pack_ids
 
 NUM_ARRIVALS = 5 * MAX_A_PASS + 3
 
@@ -123,5 +134,32 @@ def test_who_leaves_before_its_turn_costs_no_plan(
             client.is_gone = not client.status
         await asyncio.gather(*tasks)
         assert len(parsed) == MAX_A_PASS
+
+    run_served(tmp_path, story)
+
+
+def test_what_is_aborted_over_zmq_before_its_turn_costs_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(served: Served) -> None:
+        planned: list[list[int]] = []
+
+        async def plan(_: Any, prompt: list[int], *__: Any) -> Any:
+            planned.append(prompt)
+            raise ApiError(400, "planned")
+
+        monkeypatch.setattr(served.service, "plan_client", plan)
+        door = Door(served.service, "")
+        wire = Mock(spec=Wire)
+        door._take(wire, encode_client(Hello(version=CLIENT_PROTOCOL)))
+        for number in range(NUM_ARRIVALS):
+            submit = Submit(id=number, prompt_ids=pack_ids([5]))
+            door._take(wire, encode_client(submit))
+        await asyncio.sleep(0)
+        assert len(planned) == MAX_A_PASS
+        for number in range(MAX_A_PASS, NUM_ARRIVALS):
+            door._take(wire, encode_client(Abort(id=number)))
+        await asyncio.gather(*door._tasks)
+        assert len(planned) == MAX_A_PASS
 
     run_served(tmp_path, story)
