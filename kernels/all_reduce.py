@@ -60,11 +60,7 @@ def sum_rows(addends: Addends, num_rows: int, *, is_two_shot: bool) -> torch.Ten
     Every rank calls this alike. Garbage once the meeting was aborted. In one shot, a sum of nothing
     but zeros is zero of either sign.
     """
-    # Triton is absent from CPU-only installs.
-    from nvserve.kernels import all_reduce_one_shot, all_reduce_two_shot
-
-    reduce = all_reduce_two_shot.reduce if is_two_shot else all_reduce_one_shot.reduce
-    return reduce(addends, num_rows, None, None, 0.0)
+    return _reduce(addends, num_rows, None, None, 0.0, is_two_shot)
 
 
 def sum_add_rms_norm(
@@ -79,8 +75,23 @@ def sum_add_rms_norm(
 
     residual [R, N] is contiguous and updated in place; weight is [N].
     """
+    assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
+    return _reduce(addends, len(residual), residual, weight, eps, is_two_shot), residual
+
+
+def _reduce(
+    addends: Addends,
+    num_rows: int,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    is_two_shot: bool,
+) -> torch.Tensor:
+    # Triton is absent from CPU-only installs.
     from nvserve.kernels import all_reduce_one_shot, all_reduce_two_shot
 
-    assert residual.is_contiguous(), "residual is updated in place: it must be contiguous"
-    reduce = all_reduce_two_shot.reduce if is_two_shot else all_reduce_one_shot.reduce
-    return reduce(addends, len(residual), residual, weight, eps), residual
+    out = addends.mine.new_empty(num_rows, addends.mine.shape[1])
+    if num_rows:
+        launch = all_reduce_two_shot.launch if is_two_shot else all_reduce_one_shot.launch
+        launch(addends, out, residual, weight, eps)
+    return out

@@ -130,23 +130,19 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
         tl.store(turns_ptr + row, (turn + 1) % _INBOXES)
 
 
-def reduce(
+def launch(
     addends: Addends,
-    num_rows: int,
+    out: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-) -> torch.Tensor:
-    """The sums [num_rows, N], or the normalized rows where there are a residual and a weight."""
-    meeting, mine = addends.meeting, addends.mine
+) -> None:
+    """Write to out [R, N] the sums, or the normalized rows where there are residual and weight."""
+    meeting, (num_rows, width) = addends.meeting, out.shape
     assert num_rows <= meeting.inbox_rows
-    out = mine.new_empty(num_rows, mine.shape[1])
-    if num_rows == 0:
-        return out
-    width = mine.shape[1]
     block = triton.next_power_of_2(width)
     _one_shot_kernel[(min(num_rows, meeting.max_programs),)](
-        mine,
+        addends.mine,
         meeting.inboxes,
         meeting.turns,
         meeting.given_up,
@@ -163,6 +159,5 @@ def reduce(
         NORM=residual is not None,
         BLOCK=block,
         num_warps=num_warps(block),
-        **launch_options(mine.device),
+        **launch_options(out.device),
     )
-    return out

@@ -221,20 +221,16 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     tl.store(calls_ptr + program, call)
 
 
-def reduce(
+def launch(
     addends: Addends,
-    num_rows: int,
+    out: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-) -> torch.Tensor:
-    """The sums [num_rows, N], or the normalized rows where there are a residual and a weight."""
-    meeting, mine = addends.meeting, addends.mine
+) -> None:
+    """Write to out [R, N] the sums, or the normalized rows where there are residual and weight."""
+    meeting, (num_rows, width) = addends.meeting, out.shape
     assert num_rows <= meeting.max_rows
-    out = mine.new_empty(num_rows, mine.shape[1])
-    if num_rows == 0:
-        return out
-    width = mine.shape[1]
     # Whole groups of 16 bytes, so that what a thread reads at a time has one owner.
     share = triton.cdiv(triton.cdiv(width, meeting.size), 8) * 8
     block = triton.next_power_of_2(width)
@@ -260,6 +256,5 @@ def reduce(
         BLOCK=block,
         PTX=not INTERPRETED,
         num_warps=num_warps(block),
-        **launch_options(mine.device),
+        **launch_options(out.device),
     )
-    return out
