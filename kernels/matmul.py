@@ -52,10 +52,14 @@ class SkinnyCut(NamedTuple):
 # of the 8B was 1 to 2 % faster with ours where the figures are nearly equal. Equal shares, which
 # use all multiprocessors, seldom pay for the meeting: 1 % of that step for 4096 x 14336. With 64
 # and 128 tokens a step of the 0.6B gained 6 and 2 % by _wider_cut, of the 8B 1.3 and 1 %, though
-# its kernels alone are the slower ones there.
+# its kernels alone are the slower ones there. The copy engine takes its time over rows of a tile
+# that x does not have: 4096 x 4096 takes 29.4 us with 72 tokens, of 128 in a tile, and 15.5 with
+# 128 (cuBLAS 12.3 and 13.9), so that a step of the 8B was 14 % slower with 72 tokens than it is.
 _HEAD_OUTPUTS: Final = 100_000
 _MANY_TOKENS: Final = 1024
 _LONG_INPUTS: Final = 8192
+_FEW_INPUTS: Final = 3072
+_MAX_MISSING: Final = 16  # tokens of a tile, where there are more inputs than that
 _NARROW: Final = SkinnyCut(8, 512, 4, 2)
 _MIDDLE: Final = SkinnyCut(32, 512, 3, 4)
 _SHORT: Final = SkinnyCut(64, 256, 3, 4)
@@ -98,6 +102,8 @@ def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
 def _wider_cut(num_tokens: int, outputs: int, inputs: int) -> SkinnyCut | None:
     """For 33 to 128 tokens: where a whole step was measured faster than with cuBLAS."""
     is_narrow = num_tokens <= 64
+    if inputs > _FEW_INPUTS and (64 if is_narrow else 128) - num_tokens > _MAX_MISSING:
+        return None
     if inputs <= 1024:
         return _WIDE if outputs <= 4096 else None
     if outputs <= 2048:

@@ -40,6 +40,11 @@ def test_silu_and_mul_matches_the_reference(
     assert_close(out, reference.silu_and_mul(gate_up), TOLERANCE[dtype])
 
 
+def test_silu_and_mul_in_wide_blocks_matches_the_reference() -> None:
+    gate_up = 3 * random(65, 4096)
+    assert_close(activation.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), 2e-6)
+
+
 HEADS = [(4, 2, 24)] if INTERPRETED else [(32, 8, 128), (16, 8, 128), (14, 2, 64), (6, 3, 96)]
 
 
