@@ -30,6 +30,7 @@ from nvserve.kernels.launch import (
     num_sms,
     start_next,
 )
+from nvserve.kernels.room import new_rows
 
 
 @jit
@@ -182,7 +183,7 @@ def decode(
 ) -> torch.Tensor:
     """Attention of q [R, H, D] over the paged cache; the plan is of the same shape."""
     q = q.contiguous()
-    out = torch.empty_like(q) if out is None else out
+    out = new_rows(q, *q.shape) if out is None else out
     return _launch(q, None, None, key_cache, value_cache, plan, scale, shape, out)
 
 
@@ -201,7 +202,7 @@ def decode_fused(
     assert new.cos_sin.is_contiguous()
     assert new.cos_sin.shape[1] == head_dim
     num_rows, width = new.qkv.shape
-    out = new.qkv.new_empty(num_rows, width // head_dim - 2 * num_kv_heads, head_dim)
+    out = new_rows(new.qkv, num_rows, width // head_dim - 2 * num_kv_heads, head_dim)
     caches = (key_cache, value_cache)
     return _launch(new.qkv, new, block_tables, *caches, plan, scale, shape, out)
 

@@ -50,16 +50,13 @@ class SkinnyCut(NamedTuple):
 #     gated 14336 x 8192                117.8 / 112.3   122.3 / 114.7
 # In a step ours gain more, since they start before the kernel ahead of them has ended: a whole step
 # of the 8B was 1 to 2 % faster with ours where the figures are nearly equal. Equal shares, which
-# use all multiprocessors, seldom pay for the meeting: 1 % of that step for 4096 x 14336. With 64
-# and 128 tokens a step of the 0.6B gained 6 and 2 % by _wider_cut, of the 8B 1.3 and 1 %, though
-# its kernels alone are the slower ones there. The copy engine takes its time over rows of a tile
-# that x does not have: 4096 x 4096 takes 29.4 us with 72 tokens, of 128 in a tile, and 15.5 with
-# 128 (cuBLAS 12.3 and 13.9), so that a step of the 8B was 14 % slower with 72 tokens than it is.
+# use all multiprocessors, seldom pay for the meeting: 1 % of that step for 4096 x 14336. With 33
+# to 128 tokens a step of the 0.6B gains 1 to 7 % by _wider_cut, of the 8B 1 % from 112 on, though
+# the kernels alone are the slower ones there; before that, 0 to 1 % is lost.
 _HEAD_OUTPUTS: Final = 100_000
 _MANY_TOKENS: Final = 1024
 _LONG_INPUTS: Final = 8192
 _FEW_INPUTS: Final = 3072
-_MAX_MISSING: Final = 16  # tokens of a tile, where there are more inputs than that
 _NARROW: Final = SkinnyCut(8, 512, 4, 2)
 _MIDDLE: Final = SkinnyCut(32, 512, 3, 4)
 _SHORT: Final = SkinnyCut(64, 256, 3, 4)
@@ -102,18 +99,15 @@ def skinny_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
 def _wider_cut(num_tokens: int, outputs: int, inputs: int) -> SkinnyCut | None:
     """For 33 to 128 tokens: where a whole step was measured faster than with cuBLAS."""
     is_narrow = num_tokens <= 64
-    if inputs > _FEW_INPUTS and (64 if is_narrow else 128) - num_tokens > _MAX_MISSING:
-        return None
     if inputs <= 1024:
         return _WIDE if outputs <= 4096 else None
+    if inputs > 4096 or (inputs > _FEW_INPUTS and num_tokens < 112):
+        return None
     if outputs <= 2048:
         return SkinnyCut(16, 256, 3, 4, 2) if inputs <= 2048 and is_narrow else None
-    if inputs <= 4096:
-        if outputs <= 4096:
-            return SkinnyCut(32, 128, 5, 4, 2)
-        return _WIDE if outputs <= 6144 and not is_narrow else None
-    is_long = outputs <= 4096 and inputs > _LONG_INPUTS
-    return _WIDE._replace(equal_shares=True) if is_long and is_narrow else None
+    if outputs <= 4096:
+        return SkinnyCut(32, 128, 5, 4, 2)
+    return _WIDE if outputs <= 6144 and not is_narrow else None
 
 
 def gated_cut(num_tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> SkinnyCut | None:

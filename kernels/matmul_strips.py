@@ -25,6 +25,7 @@ from nvserve.kernels.launch import (
     start_next,
 )
 from nvserve.kernels.matmul import SkinnyCut
+from nvserve.kernels.room import has_room, tile_tokens
 
 # The least that is allocated, enough for any cut in use.
 _SUMS_PER_SM: Final = 2 * 8192
@@ -281,7 +282,9 @@ def strips(
     """linear, or gated linear_silu_mul, of 2 to 128 rows of x; weight and out are contiguous."""
     num_tokens, inputs = x.shape
     outputs = out.shape[1]
-    tokens = max(16, triton.next_power_of_2(num_tokens))
+    x = x.contiguous()
+    tokens = tile_tokens(num_tokens)
+    num_rows = tokens if has_room(x, tokens) else num_tokens
     num_strips = triton.cdiv(outputs, cut.outputs)
     num_units = num_strips * (triton.cdiv(inputs, cut.inputs) if cut.equal_shares else 1)
     num_programs = min(num_units, cut.programs_per_sm * num_sms(x.device))
@@ -290,7 +293,7 @@ def strips(
         num_sums = 2 * num_programs * tokens * cut.outputs * (2 if gated else 1)
         sums, arrivals = workspace(x.device, num_sums, num_strips)
     _strip_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(x.contiguous(), [tokens, cut.inputs]),
+        TensorDescriptor(x, [num_rows, inputs], [inputs, 1], [tokens, cut.inputs]),
         TensorDescriptor.from_tensor(weight, [cut.outputs, cut.inputs]),
         weight,
         x if bias is None else bias,

@@ -11,6 +11,7 @@ import triton.language as tl
 from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
 from nvserve.kernels.matmul import SkinnyCut
 from nvserve.kernels.matmul_strips import silu_mul, strips
+from nvserve.kernels.room import new_rows
 
 
 @jit
@@ -120,7 +121,7 @@ def linear_silu_mul(
 ) -> torch.Tensor:
     """See matmul.linear_silu_mul; weight is contiguous and its rows a multiple of 16 bytes."""
     assert weight.is_contiguous()
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    out = new_rows(x, x.shape[0], weight.shape[0] // 2)
     if x.shape[0] == 1:
         _vector(x, weight, bias, cut, out, gated=True)
     else:

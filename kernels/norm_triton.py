@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nvserve.kernels.launch import inputs_ready, jit, launch_options, start_next
+from nvserve.kernels.room import new_rows
 
 
 @jit
@@ -41,7 +42,7 @@ def _launch(
 ) -> torch.Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width).contiguous()
-    out = torch.empty_like(rows)
+    out = new_rows(rows, len(rows), width)
     if rows.shape[0] == 0:
         return out.view(x.shape)
     block = triton.next_power_of_2(width)
@@ -106,7 +107,8 @@ def embed_rms_norm(
     """See norm.embed_rms_norm."""
     num_tokens, width = tokens.shape[0], embedding.shape[1]
     assert embedding.is_contiguous()
-    residual, out = embedding.new_empty(2, num_tokens, width).unbind(0)
+    residual = embedding.new_empty(num_tokens, width)
+    out = new_rows(embedding, num_tokens, width)
     if num_tokens == 0:
         return out, residual
     block = triton.next_power_of_2(width)

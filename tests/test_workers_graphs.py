@@ -1,12 +1,16 @@
 """Which buckets are captured when, with a stand-in for CUDA that replays by calling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
 
 from nvserve.kernels.attention import FUSED_ROWS
+from nvserve.kernels.matmul import gated_cut, skinny_cut
+from nvserve.kernels.room import tile_tokens
+from nvserve.scripts.bench.model_shapes import SHAPES
 from nvserve.workers.graphs import (
     CAPTURE_EVERY_STEPS,
     DecodeGraphs,
@@ -202,3 +206,31 @@ def test_every_cut_of_decode_attention_is_compiled_before_the_first_request(
     every = list(range(1, 1025))
     assert kinds([*COMPILED_ROWS]) == kinds(every)
     assert unfused([rows for rows, _ in COMPILED_MIXED]) == unfused(every)
+
+
+@pytest.mark.parametrize("name", [*SHAPES])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_every_cut_of_a_matmul_is_compiled_before_the_first_request(
+    name: str, tp_size: int
+) -> None:
+    shape = SHAPES[name]
+    heads, width = shape.num_heads // tp_size, shape.intermediate_size // tp_size
+    num_qkv = (heads + 2 * shape.num_kv_heads // tp_size) * shape.head_dim
+    sizes = [
+        (num_qkv, shape.hidden_size),
+        (shape.hidden_size, heads * shape.head_dim),
+        (2 * width, shape.hidden_size),
+        (shape.hidden_size, width),
+        (shape.vocab_size // tp_size, shape.hidden_size),
+    ]
+
+    def kinds(rows: Iterable[int]) -> set[object]:
+        """Of the matmul kernels that steps of so many rows launch."""
+        found: set[object] = set()
+        for row, (outputs, inputs) in product(rows, sizes):
+            plain = skinny_cut(row, outputs, inputs, torch.bfloat16)
+            gated = gated_cut(row, width, shape.hidden_size, torch.bfloat16)
+            found |= {(cut, tile_tokens(row)) for cut in (plain, gated) if cut is not None}
+        return found
+
+    assert kinds(COMPILED_ROWS) == kinds(range(1, 200))

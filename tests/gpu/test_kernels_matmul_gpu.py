@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu.kernel_cases import MARKS, assert_close, on_gpu_only, random
 
-from nvserve.kernels import matmul, reference
+from nvserve.kernels import matmul, reference, room
 from nvserve.kernels.dispatch import HAS_TRITON, INTERPRETED
 from nvserve.kernels.matmul import SkinnyCut
 
@@ -119,6 +119,26 @@ def test_strips_match_the_reference_at_ragged_edges(
 ) -> None:
     cut = SkinnyCut(rows, 32, 2, 4, programs_per_sm, equal_shares)
     check_strips(num_tokens, outputs, inputs, biased, cut)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_tokens", [5, 20, 72])
+def test_what_is_behind_the_rows_changes_no_result(num_tokens: int) -> None:
+    from nvserve.kernels import matmul_triton
+
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    tokens = room.tile_tokens(num_tokens)
+    whole = random(tokens, 96, dtype=dtype)
+    x, weight = whole[:num_tokens], random(148, 96, dtype=dtype)
+    assert room.has_room(x, tokens)
+    alone = x.clone()
+    assert not room.has_room(alone, tokens)
+    whole[num_tokens:] = float("nan")
+    cut = SkinnyCut(64, 32, 2, 4)
+    expected = matmul_triton.linear(alone, weight, None, cut)
+    assert torch.equal(matmul_triton.linear(x, weight, None, cut), expected)
+    expected = matmul_triton.linear_silu_mul(alone, weight, None, cut)
+    assert torch.equal(matmul_triton.linear_silu_mul(x, weight, None, cut), expected)
 
 
 @needs_triton

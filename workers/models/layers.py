@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nvserve.kernels.attention import AttentionBackend, AttentionMetadata
+from nvserve.kernels.room import new_rows
 from nvserve.workers.models.rope import RopeConfig
 
 
@@ -116,7 +117,7 @@ def attend(
         return backend.decode(q, keys, values, inputs.decode, scale)
     if inputs.decode is None:
         return backend.prefill(q, keys, values, inputs.prefill, scale)
-    mixed, num_decodes = torch.empty_like(q), inputs.num_decodes
+    mixed, num_decodes = new_rows(q, *q.shape), inputs.num_decodes
     first, others = q[:num_decodes], q[num_decodes:]
     backend.decode(first, keys, values, inputs.decode, scale, mixed[:num_decodes])
     backend.prefill(others, keys, values, inputs.prefill, scale, mixed[num_decodes:])
