@@ -252,7 +252,7 @@ def time_step(bandwidth: float) -> None:
     """A whole decode step at context 336, of kernels alone, without an engine around them."""
     for name, (_, _, layers, _, kv_heads, size, _, _) in MODELS.items():
         stack = Stack(name)
-        for batch in (1, 8, 32, 128, 256):
+        for batch in (1, 8, 32, 72, 128, 200, 256):
             kv_bytes = batch * 336 * 2 * 2 * layers * kv_heads * size
             floor = (stack.num_bytes + kv_bytes) / bandwidth / 1e6
             line = f"step {name} batch {batch:3d}: bytes {floor:7.0f}"
