@@ -1,6 +1,7 @@
 """`bench throughput`, `latency` and `startup`: their parts, and small runs of the demo model."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from nvserve.frontend.client_session import Piece
 from nvserve.protocol.config import Config, ModelFacts
 from nvserve.protocol.progress import Phase
 from nvserve.scripts import embedded, python_child
@@ -121,6 +123,24 @@ def test_a_step_is_divided_by_its_own_floor() -> None:
         "loaded_ratio": pytest.approx(1.25),
     }
     assert add_floors(steps, None)[8]["ratio"] is None
+
+
+def test_tokens_that_arrive_together_are_a_step_each() -> None:
+    meters = iter(range(10))
+
+    def pieces(request: object, limit_s: float) -> Iterator[Piece]:
+        return (Piece("", [5] * num_tokens) for num_tokens in (2, 1, 2, 0, 2))
+
+    client = SimpleNamespace(submit=lambda prompt, **_: prompt, pieces=pieces, result=pieces)
+    full = engine.decode_full_batch(
+        SimpleNamespace(client=client),  # type: ignore[arg-type]  # of an LLM it uses this
+        [[5]],
+        7,
+        0.0,
+        read_meters=lambda: {"used": next(meters)},
+    )
+    assert full.num_steps == 5  # behind the first piece
+    assert full.used == {"used": 1}
 
 
 def test_a_table_aligns_numbers_to_the_right_and_texts_to_the_left() -> None:

@@ -326,11 +326,14 @@ def decode_full_batch(
     arrivals_s: list[float] = []
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}
-    for _ in llm.client.pieces(requests[-1], REQUEST_LIMIT_S):
+    for piece in llm.client.pieces(requests[-1], REQUEST_LIMIT_S):
         if len(requests) > 1 and requests[0].is_over:
             ended = ended or read_meters()
             continue
-        arrivals_s.append(time.perf_counter())
+        # Steps are counted from the first piece on, whose tokens count as one; where tokens come
+        # faster than they are sent, a piece has several.
+        num_tokens = len(piece.token_ids) if arrivals_s else 1
+        arrivals_s += [time.perf_counter()] * num_tokens
         begun = begun or read_meters()
     ended = ended or read_meters()
     for request in requests:
