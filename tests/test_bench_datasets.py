@@ -70,6 +70,21 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str, message: s
         read_questions(path, 1, output_len=1, seed=0)
 
 
+@pytest.mark.parametrize("length", ['"x"', "-3", "[1]", "1e400", "2.5", "true"])
+def test_a_length_that_is_none_is_refused_by_its_entry(tmp_path: Path, length: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "Who?"}}\n{{"prompt": "Who?", "output_tokens": {length}}}\n')
+    with pytest.raises(BadDataset, match="entry 2: output_tokens must be a positive integer"):
+        read_questions(path, 1, output_len=1, seed=0)
+
+
+def test_turns_of_another_form_are_no_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text('[{"conversations": ["x"]}, {"conversations": [null]}, {"conversations": 3}]')
+    with pytest.raises(BadDataset, match="holds no prompt"):
+        read_questions(path, 1, output_len=1, seed=0)
+
+
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
 def test_arrivals_ascend_and_keep_the_mean_rate(burstiness: float) -> None:
     times = arrivals_s(1000, 20.0, burstiness, Random(1))

@@ -129,3 +129,12 @@ def test_the_table_names_every_reported_metric_once() -> None:
 def test_kept_events_become_the_generated_text() -> None:
     events = [b'{"choices":[{"text":"To "}]}', b'{"choices":[{"delta":{"content":"be"}}]}']
     assert report.text_of(Answer(events=events)) == "To be"
+
+
+@pytest.mark.parametrize(
+    "last", [b'{"error":{"message":"no"}}', b'{"choices":[],"usage":{}}', b"{]", b"null", b'{"']
+)
+def test_a_broken_answer_has_the_text_that_came(last: bytes) -> None:
+    broken = Answer(error="it broke", event_times=[1.0, 2.0])
+    broken.events = [b'{"choices":[{"text":"To "}]}', b'{"choices":[{"text":null}]}', last]
+    assert report.details([broken], [3])["generated_texts"] == ["To "]

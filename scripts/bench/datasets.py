@@ -85,23 +85,29 @@ def _parse(text: str, path: Path, output_len: int) -> Iterable[Question]:
     except ValueError as error:
         raise BadDataset(f"{path} is neither a JSON list nor JSON lines: {error}") from error
     for place, entry in enumerate(entries):
-        question = _question(entry, output_len)
-        if question is not None:
-            yield question
+        prompt = _prompt(entry)
+        if prompt is not None:
+            length = entry.get("output_tokens") or output_len
+            yield Question(prompt, _positive(length, f"{path}, entry {place + 1}: output_tokens"))
         elif not is_list:  # a conversation may well start with the assistant; a line may not
             raise BadDataset(f'{path}, entry {place + 1}: no "prompt"')
 
 
-def _question(entry: object, output_len: int) -> Question | None:
+def _prompt(entry: object) -> list[int] | str | None:
     if not isinstance(entry, dict):
         return None
     turns = entry.get("conversations") or entry.get("conversation")
     prompt = entry.get("prompt")
-    if isinstance(turns, list) and turns and turns[0].get("from") in ("human", "user"):
-        prompt = turns[0].get("value")
-    if not isinstance(prompt, str | list) or not prompt:
-        return None
-    return Question(prompt, int(entry.get("output_tokens") or output_len))
+    first = turns[0] if isinstance(turns, list) and turns else None
+    if isinstance(first, dict) and first.get("from") in ("human", "user"):
+        prompt = first.get("value")
+    return prompt if isinstance(prompt, str | list) and prompt else None
+
+
+def _positive(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadDataset(f"{name} must be a positive integer, not {value!r:.60}")
+    return value
 
 
 def arrivals_s(num_requests: int, rate: float, burstiness: float, rng: Random) -> list[float]:

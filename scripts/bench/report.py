@@ -155,12 +155,18 @@ def details(answers: Sequence[Answer], input_lens: Sequence[int]) -> Result:
 
 
 def text_of(answer: Answer) -> str:
-    """The text of a completion or chat answer whose events were kept."""
-    pieces = []
-    for event in answer.events:
+    """The text of a completion or chat answer whose events were kept; of a broken one, so far."""
+    return "".join(map(_piece_of, answer.events))
+
+
+def _piece_of(event: bytes) -> str:
+    """The text of one event; empty where there is none, as in usage, an error or half an event."""
+    try:
         choice = json.loads(event)["choices"][0]
-        pieces.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-    return "".join(pieces)
+        text = choice["text"] if "text" in choice else choice["delta"]["content"]
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 def _meets(measured: Latencies, limits_ms: Mapping[str, float]) -> bool:
