@@ -9,6 +9,7 @@ import pytest
 
 from nvserve.scripts.bench.event_loop import run_on_uvloop
 from nvserve.scripts.bench.frontend import (
+    LOADER,
     BenchFailed,
     Reading,
     StreamClient,
@@ -45,6 +46,9 @@ def test_events_and_ends_are_counted_at_any_cut(size: int) -> None:
     for start in range(0, len(STREAM), size):
         client.data_received(STREAM[start : start + size])
     assert (totals.num_events, totals.num_requests, totals.failure) == (5, 1, "")
+    assert totals.num_ended_events == 5
+    client.data_received(STREAM[: len(STREAM) // 2])
+    assert (totals.num_events > 5, totals.num_ended_events) == (True, 5)
     assert wire.sent == [b"request", b"request"]
 
 
@@ -102,5 +106,18 @@ def test_rates_are_differences_over_the_window() -> None:
     after.time_s = before.time_s + 2.0
     report = summarize(before, after, num_clients=1, max_tokens=100, num_ranks=1)
     assert (report.tokens_per_s, report.requests_per_s, report.is_on_target) == (500.0, 5.0, False)
+    assert report.tokens_per_event is None
     with pytest.raises(BenchFailed, match="no token"):
         summarize(after, after, num_clients=1, max_tokens=100, num_ranks=1)
+
+
+def test_an_event_counts_as_the_tokens_that_ended_streams_had_in_each() -> None:
+    totals = Totals()
+    before = Reading({}, totals)
+    totals.num_events, totals.num_requests, totals.num_ended_events = 1000, 18, 900
+    after = Reading({}, totals)
+    after.time_s = before.time_s + 2.0
+    after.cpu_s[LOADER] = before.cpu_s[LOADER] + 0.002
+    report = summarize(before, after, num_clients=2, max_tokens=100, num_ranks=1)
+    assert (report.tokens_per_s, report.tokens_per_event) == (1000.0, 2.0)
+    assert report.cpu_us_per_token == {LOADER: 1.0}
