@@ -64,12 +64,14 @@ class Repair:
             self.renew(now, text)
 
     def suspect(self, now: float, suspicion: Suspicion) -> None:
-        """Fence the members, then as after a death; a frontend is replaced when it is gone."""
+        """Fence the members, then as after one death; a frontend is replaced when it is gone."""
         text, is_crash = suspicion.text, suspicion.is_crash
         for member in suspicion.members:
             self._house.note(text, accident=member)
-            if not self._count(member.child.role, now, text, is_crash=is_crash):
-                return
+        # Once: survivors whom a single dead rank holds up are no losses of their own.
+        if not self._count(suspicion.members[0].child.role, now, text, is_crash=is_crash):
+            return
+        for member in suspicion.members:
             self._blame(member, is_crash=is_crash)
         self._house.fence(suspicion.members, now, wants_stacks=True)
         if any(member.child.role is not Role.FRONTEND for member in suspicion.members):

@@ -103,6 +103,17 @@ def test_a_spare_that_keeps_dying_is_tried_less_and_less_often() -> None:
     assert world.policy.state is State.READY
 
 
+def test_survivors_that_one_dead_rank_holds_up_count_as_one_loss() -> None:
+    world = started(tp_size=8, max_restarts=2)
+    survivors = [world.worker(rank) for rank in range(1, 8)]
+    world.mute = set(survivors)
+    world.die(world.worker(0))
+    world.pass_time(3.0)
+    assert world.killed == survivors
+    world.check()
+    assert world.policy.state is State.READY
+
+
 def test_a_core_death_keeps_every_worker_and_makes_a_new_epoch() -> None:
     world = started()
     workers = [world.worker(0), world.worker(1)]
