@@ -44,20 +44,26 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """Looks up each id's bytes and decodes them as one UTF-8 stream."""
+    """Looks up each id's bytes and decodes them as one UTF-8 stream.
 
-    __slots__ = ("_decode", "_strip", "_table")
+    The first ones may go on with a character that the prompt's tail left unfinished. If they do
+    not, its replacement is the prompt's.
+    """
+
+    __slots__ = ("_decode", "_strip", "_table", "_unfinished")
 
     def __init__(self, table: list[bytes], tail: bytes, strip: bool) -> None:
         self._table = table
         self._decode: Final = _new_utf8("replace").decode
         self._strip = strip  # drop one leading space of the first text
-        if tail:
-            self._decode(tail)  # of the prompt; only an unfinished character stays inside
+        self._unfinished = _unfinished_end(tail)
 
     def feed(self, token_id: int) -> str:
         table = self._table
-        text = self._decode(table[token_id]) if token_id < len(table) else ""
+        data = table[token_id] if token_id < len(table) else b""
+        if self._unfinished and data:
+            self._begin(data[:1])
+        text = self._decode(data)
         if self._strip and text:
             self._strip = False
             return text.removeprefix(" ")
@@ -65,6 +71,21 @@ class ByteDetokenizer:
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    def _begin(self, first: bytes) -> None:
+        unfinished, self._unfinished = self._unfinished, b""
+        try:
+            _new_utf8("strict").decode(unfinished + first)
+        except UnicodeDecodeError:
+            return
+        self._decode(unfinished)
+
+
+def _unfinished_end(tail: bytes) -> bytes:
+    """What these bytes have of a character that the next ones may complete."""
+    decoder = _new_utf8("replace")
+    decoder.decode(tail)
+    return decoder.getstate()[0]
 
 
 class WindowDetokenizer:
@@ -80,28 +101,29 @@ class WindowDetokenizer:
         self._decode: Final = decode
         self._ids = list(context)
         self._num_read = len(context)  # ids whose text is out
-        self._text = decode(self._ids).rstrip(REPLACEMENT)  # text of the ids read
+        self._text = decode(self._ids)  # text of the ids read; a prompt's may be unfinished
 
     def feed(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT):
             return ""
-        if len(text) <= len(self._text):
+        fresh = self._fresh(text)
+        if not fresh:
             self._ids.pop()  # it has no text, so the window need not grow by it
             return ""
-        return self._advance(text)
-
-    def flush(self) -> str:
-        text = self._decode(self._ids)
-        return text[len(self._text) :]
-
-    def _advance(self, text: str) -> str:
-        fresh = text[len(self._text) :]
         self._ids = self._ids[self._num_read :]
         self._num_read = len(self._ids)
         self._text = self._decode(self._ids)
         return fresh
+
+    def flush(self) -> str:
+        return self._fresh(self._decode(self._ids))
+
+    def _fresh(self, text: str) -> str:
+        """What this text has behind the text of the ids read."""
+        known = self._text if text.startswith(self._text) else self._text.rstrip(REPLACEMENT)
+        return text[len(known) :]
 
 
 class Vocabulary:

@@ -183,6 +183,39 @@ def test_a_prompt_that_ends_inside_a_character_never_shows_up() -> None:
     assert deltas(whole, [first, second]) == ["", "", "\ufffd"]
 
 
+TAILS = ["한".encode()[:2], "👧".encode()[:1], b"\xed"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_replacement_of_what_a_prompt_leaves_unfinished_is_no_output(
+    kind: str, tail: bytes
+) -> None:
+    words = vocabulary("bytes")
+    prompt = [words.table.index(tail[index : index + 1]) for index in range(len(tail))]
+    letter, end = words.table.index(b"x"), 1
+
+    def state() -> Detokenizer:
+        if kind == "window":
+            return WindowDetokenizer(byte_level().decode, list(prompt))
+        return words.detokenizer(prompt, skip_special=True, is_start=False)
+
+    assert "".join(deltas(state(), [])) == ""
+    assert "".join(deltas(state(), [end])) == ""
+    assert "".join(deltas(state(), [letter, letter])) == "xx"
+    assert "".join(deltas(state(), [end, letter])) == "x"
+
+
+def test_a_prompt_that_ends_in_a_replacement_character_keeps_it() -> None:
+    ids = byte_level().encode("a\ufffd", add_special_tokens=False).ids
+    letter = vocabulary("bytes").table.index(b"x")
+    for state in (
+        vocabulary("bytes").detokenizer(ids, skip_special=True, is_start=False),
+        WindowDetokenizer(byte_level().decode, list(ids)),
+    ):
+        assert deltas(state, [letter, letter]) == ["x", "x", ""]
+
+
 def test_window_decoding_continues_behind_a_prompt() -> None:
     ids = wordpiece().encode("unhappy cats").ids
     state = vocabulary("wordpiece").detokenizer(ids, skip_special=True, is_start=False)
