@@ -35,6 +35,8 @@ def resolve_grammar(fields: SamplingFields) -> Grammar | None:
 
 def json_grammar(param: str, schema: Any) -> Grammar:
     """A JSON schema, decoded or as text."""
+    if schema == "":  # core takes no text for any object
+        raise invalid(param, "must not be empty")
     try:
         if not isinstance(schema, str):
             check_depth(schema)

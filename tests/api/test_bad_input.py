@@ -78,6 +78,8 @@ HTTP_ONLY: list[tuple[str, Any, str]] = [
     ("response_format", {"type": "xml"}, "response_format.type"),
     ("guided_regex", 5, "guided_regex"),
     ("guided_choice", [5], "guided_choice[0]"),
+    ("guided_json", "", "guided_json"),
+    ("structured_outputs", {"json": ""}, "structured_outputs.json"),
     ("structured_outputs", {"yaml": "a"}, "structured_outputs.yaml"),
     ("chat_template", "{{ 1 }}", "chat_template"),
     ("tokenize", True, "tokenize"),
@@ -195,6 +197,10 @@ def test_bad_shapes_name_their_field(
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": ""}}},
             "response_format.json_schema.schema",
         ),
         *(
