@@ -214,12 +214,10 @@ class Exchange:
     ) -> None:
         """Send a whole response."""
         self.is_started = True
-        start = [
-            (b"content-type", content_type),
-            (b"content-length", b"%d" % len(body)),
-            *headers,
-            *self.own_headers(),
-        ]
+        start = [*headers, *self.own_headers()]
+        if status != 204:  # which has no content to speak of (RFC 9110, 8.6)
+            length = b"%d" % len(body)
+            start = [(b"content-type", content_type), (b"content-length", length), *start]
         await self._send({"type": "http.response.start", "status": status, "headers": start})
         num_sent = 0
         while len(body) - num_sent > PIECE_BYTES:

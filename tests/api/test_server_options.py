@@ -33,6 +33,7 @@ def test_a_preflight_needs_no_key(guarded: FrontendProcess) -> None:
     assert guarded.last_headers["access-control-allow-origin"] == ORIGIN
     assert guarded.last_headers["access-control-allow-headers"] == "x-a, x-b"
     assert "POST" in guarded.last_headers["access-control-allow-methods"]
+    assert "content-length" not in guarded.last_headers
 
 
 def test_a_preflight_of_another_origin_is_refused(guarded: FrontendProcess) -> None:
