@@ -74,7 +74,6 @@ class Choice:
         "_generation",
         "_is_begun",
         "_min_tokens",
-        "_needs_logprobs",
         "_plan",
         "_stop",
         "_tokens_out",
@@ -85,6 +84,7 @@ class Choice:
         "finish_reason",
         "index",
         "num_prompt_tokens",
+        "num_tops",
         "scores",
         "seed",
     )
@@ -97,7 +97,6 @@ class Choice:
         self._plan: Final = generation.plan
         self._vocabulary: Final = generation.vocabulary
         self._eos_ids: Final = generation.eos_ids
-        self._needs_logprobs: Final = generation.needs_logprobs
         self._stop = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
         self._ends: frozenset[int] = (
             frozenset()
@@ -108,6 +107,7 @@ class Choice:
         self._tokens_out = 0
         self.index: Final = index
         self.num_prompt_tokens: Final = len(prompt)
+        self.num_tops: Final = sampling.logprobs  # with each token of the text, an echo's too
         self._is_begun = False
         self.cached = 0
         self.seed = 0
@@ -139,7 +139,7 @@ class Choice:
     @property
     def _no_logprobs(self) -> list[TokenLogprob] | None:
         """What a delta without tokens carries."""
-        return [] if self._needs_logprobs else None
+        return [] if self.num_tops >= 0 else None
 
     def let_go(self) -> None:
         """Its generation is over; no call of the engine's reaches it any more."""

@@ -224,7 +224,7 @@ class _Api:
             is_stream=bool(body.stream),
             has_token_ids=bool(body.return_token_ids),
             has_usage=bool(options and options.include_usage),
-            has_prompt_logprobs=body.prompt_logprobs is not None,
+            num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         )
 
     async def _generate(

@@ -55,7 +55,7 @@ class LogprobForm:
         The first token has nothing before it, and so no score.
         """
         assert choice.scores is not None, "an echo with logprobs has scores"
-        entries = choice.scores.entries()
+        entries = choice.scores.entries(choice.num_tops)
         offsets = self._echo_offsets(prompt, echoed)
         first = {
             "tokens": [self._text(prompt[0])],
@@ -80,10 +80,10 @@ class LogprobForm:
                 text = name
             offset = min(offset + len(text), len(echoed))  # a tokenizer may change its text
 
-    def prompt_dicts(self, choice: Choice) -> list[Document | None]:
+    def prompt_dicts(self, choice: Choice, num_tops: int) -> list[Document | None]:
         """By prompt token, its own logprob and the best ones, by token id; null for the first."""
         assert choice.scores is not None, "only for requests with prompt_logprobs"
-        return [None, *map(self._by_id, choice.scores.entries())]
+        return [None, *map(self._by_id, choice.scores.entries(num_tops))]
 
     def _by_id(self, entry: TokenLogprob) -> Document:
         named: Document = {}

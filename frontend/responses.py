@@ -35,7 +35,7 @@ class Shape(msgspec.Struct, frozen=True):
     is_stream: bool = False
     has_token_ids: bool = False
     has_usage: bool = False  # chunks carry a usage field, null but in the last
-    has_prompt_logprobs: bool = False  # as a field of their own, beside an echo's
+    num_prompt_logprobs: int = -1  # in a field of their own, beside an echo's; -1 without one
 
     @staticmethod
     def new(
@@ -45,7 +45,7 @@ class Shape(msgspec.Struct, frozen=True):
         is_stream: bool = False,
         has_token_ids: bool = False,
         has_usage: bool = False,
-        has_prompt_logprobs: bool = False,
+        num_prompt_logprobs: int = -1,
     ) -> "Shape":
         """The shape of one response, with an id of its own."""
         prefix = "chatcmpl-" if is_chat else "cmpl-"
@@ -57,7 +57,7 @@ class Shape(msgspec.Struct, frozen=True):
             is_stream=is_stream,
             has_token_ids=has_token_ids,
             has_usage=has_usage,
-            has_prompt_logprobs=has_prompt_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     def head(self, kind: str) -> Document:
@@ -264,13 +264,14 @@ def whole_response(
         if shape.has_token_ids:
             content["token_ids"] = list(joined.token_ids)
             content["prompt_token_ids"] = prompt.tolist()
-        if shape.has_prompt_logprobs and not shape.is_chat:
-            content["prompt_logprobs"] = form.prompt_dicts(choice)
+        if shape.num_prompt_logprobs >= 0 and not shape.is_chat:
+            content["prompt_logprobs"] = form.prompt_dicts(choice, shape.num_prompt_logprobs)
         choices.append(msgspec.Raw(_encode(content)))  # in a thread, others run between them
     kind = "chat.completion" if shape.is_chat else "text_completion"
     document = {**shape.head(kind), "choices": choices, "usage": usage_of(generation)}
-    if shape.has_prompt_logprobs and shape.is_chat:  # one prompt, whatever n is
-        document["prompt_logprobs"] = form.prompt_dicts(generation.choices[0])
+    if shape.num_prompt_logprobs >= 0 and shape.is_chat:  # one prompt, whatever n is
+        first = generation.choices[0]
+        document["prompt_logprobs"] = form.prompt_dicts(first, shape.num_prompt_logprobs)
     return _encode(document)
 
 

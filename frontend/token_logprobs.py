@@ -9,6 +9,7 @@ from typing import Final
 
 from nvserve.protocol.client_messages import TokenLogprob
 from nvserve.protocol.messages import Logprobs
+from nvserve.protocol.sampling import MAX_TOP_LOGPROBS
 
 
 def output_entries(
@@ -45,10 +46,10 @@ class PromptScores:
         self.num_taken += len(fresh)
         return run
 
-    def entries(self) -> Iterator[TokenLogprob]:
-        """Of positions 1, 2, ..., each made when it is asked for."""
+    def entries(self, num_tops: int) -> Iterator[TokenLogprob]:
+        """Of positions 1, 2, ..., each made when it is asked for, with so many alternatives."""
         for run in self._runs:
-            yield from run.entries()
+            yield from run.entries(num_tops)
 
 
 class ScoreRun:
@@ -61,14 +62,16 @@ class ScoreRun:
         self._ids: Final = ids
         self.start: Final = start
 
-    def entries(self) -> Iterator[TokenLogprob]:
-        """One for each position, in order."""
+    def entries(self, num_tops: int = MAX_TOP_LOGPROBS) -> Iterator[TokenLogprob]:
+        """One for each position, in order, with at most so many alternatives."""
         wanted = dict(enumerate(self._ids, self.start))
-        return (entry for _, entry in _entries(self._logprobs, wanted))
+        return (entry for _, entry in _entries(self._logprobs, wanted, num_tops))
 
 
-def _entries(logprobs: Logprobs, token_of: dict[int, int]) -> Iterator[tuple[int, TokenLogprob]]:
-    """(row, entry) of the rows whose token is known, in their order."""
+def _entries(
+    logprobs: Logprobs, token_of: dict[int, int], most: int = MAX_TOP_LOGPROBS
+) -> Iterator[tuple[int, TokenLogprob]]:
+    """(row, entry) of the rows whose token is known, in their order; of alternatives the best."""
     chosen, values, ids = array("f"), array("f"), array("i")
     chosen.frombytes(logprobs.chosen)
     values.frombytes(logprobs.top_values)
@@ -77,13 +80,14 @@ def _entries(logprobs: Logprobs, token_of: dict[int, int]) -> Iterator[tuple[int
     for row, logprob, num_tops in zip(logprobs.rows, chosen, logprobs.num_tops, strict=True):
         end = start + num_tops
         if row in token_of:
+            last = min(end, start + most)
             yield (
                 row,
                 TokenLogprob(
                     token_id=token_of[row],
                     logprob=logprob,
-                    top_ids=tuple(ids[start:end]),
-                    top_logprobs=tuple(values[start:end]),
+                    top_ids=tuple(ids[start:last]),
+                    top_logprobs=tuple(values[start:last]),
                 ),
             )
         start = end

@@ -174,6 +174,23 @@ def test_prompt_logprobs_as_a_field_of_their_own(asker: Asker, model: Any, is_ch
         assert ranks in ([1, 2], [1, 2, None])
 
 
+@pytest.mark.parametrize(("num_shown", "num_own"), [(3, 1), (0, 2), (1, 0)])
+def test_an_echo_and_prompt_logprobs_have_each_as_many_alternatives_as_asked_for(
+    asker: Asker, num_shown: int, num_own: int
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 2, "echo": True, "seed": 1}
+    one = asker.complete(**body, logprobs=num_shown)["choices"][0]
+    other = asker.complete(**body, prompt_logprobs=num_own)["choices"][0]
+    both = asker.complete(**body, logprobs=num_shown, prompt_logprobs=num_own)["choices"][0]
+    tops, expected = both["logprobs"]["top_logprobs"], one["logprobs"]["top_logprobs"]
+    assert [row and row.keys() for row in tops] == [row and row.keys() for row in expected]
+    ranks = [
+        [row and [entry["rank"] for entry in row.values()] for row in scores["prompt_logprobs"]]
+        for scores in (both, other)
+    ]
+    assert ranks[0] == ranks[1]
+
+
 def test_prompt_logprobs_over_zmq(asker: Asker, model: Any, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT).ids
     expected = logprobs_of(model, ids)
