@@ -7,6 +7,7 @@ object.
 
 import enum
 import json
+from collections.abc import Set
 from typing import Final
 
 NAME_KEYS: Final = ("name",)
@@ -27,7 +28,9 @@ class State(enum.Enum):
 class CallScanner:
     """Feed it characters from the object's brace on; it takes none behind the closing one."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Set[str] | None = None) -> None:
+        """`names` that a call may have; None allows all."""
+        self._names: Final = names
         self.state = State.READING
         self.name: str | None = None
         self._taken: Final[list[str]] = []
@@ -131,7 +134,7 @@ class CallScanner:
         text = "".join(self._text)
         if self._is_value and self._key in NAME_KEYS:
             self.name = _decoded(text)
-            if not self.name or len(self.name) > MAX_NAME_CHARS:
+            if not self.name or len(self.name) > MAX_NAME_CHARS or not self._allows(self.name):
                 self.state = State.BAD
         elif self._is_passing:
             self._has_arguments = True
@@ -139,6 +142,9 @@ class CallScanner:
             self._add_other(text)
         self._key, self._is_value, self._is_passing = None, False, False
         self._text.clear()
+
+    def _allows(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def _add_other(self, text: str) -> None:
         """Arguments that are no object: a string of JSON is taken out of its quotes."""

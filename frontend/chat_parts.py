@@ -6,7 +6,7 @@ takes text and gives parts. Pure; knows text only.
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Final, Protocol
 
 import msgspec
@@ -148,9 +148,9 @@ class _Calls:
         """Outside a call: pass content on, and find the next call."""
         raise NotImplementedError
 
-    def _begin(self, marker: str, rest: str) -> None:
+    def _begin(self, marker: str, rest: str, names: Set[str] | None = None) -> None:
         self._opening, self._text, self._mode = self._unskipped() + marker, rest, _Mode.CALL
-        self._scanner, self._is_named = CallScanner(), False
+        self._scanner, self._is_named = CallScanner(names), False
 
     def _unskipped(self) -> str:
         """What was skipped, which is decided now."""
@@ -211,10 +211,17 @@ class MarkedCalls(_Calls):
 
 
 class BareCalls(_Calls):
-    """Llama 3: the output is calls from its start on, or none. `is_list`: as a list, by grammar."""
+    """Llama 3: the output is calls from its start on, or none. `is_list`: as a list, by grammar.
 
-    def __init__(self, max_calls: int, *, is_list: bool = False) -> None:
+    Without a marker, an object with another name than one of `names` (None: any) is an answer in
+    JSON.
+    """
+
+    def __init__(
+        self, max_calls: int, *, names: Set[str] | None = None, is_list: bool = False
+    ) -> None:
         super().__init__(max_calls)
+        self._names: Final = names
         self._marker: Final = "[" if is_list else PYTHON_TAG
         self._separators: Final = SPACE + ";," + ("]" if is_list else "")
         self._is_marked = False
@@ -235,7 +242,7 @@ class BareCalls(_Calls):
                 self._text = self._text[len(self._marker) :]
                 self._skip(SPACE)
         if self._text.startswith("{"):
-            self._begin("", self._text)
+            self._begin("", self._text, None if self._is_marked else self._names)
         elif self._text:
             self._mode = _Mode.CONTENT
 

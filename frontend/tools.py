@@ -35,6 +35,7 @@ class ToolPlan(msgspec.Struct, frozen=True):
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""  # of the one function that is forced
+    names: frozenset[str] = frozenset()  # of those that the model may call by itself
     grammar: Grammar | None = None
     max_calls: int = MAX_CALLS
 
@@ -57,7 +58,8 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
     if is_auto and not knows_tools:
         raise invalid("tools", "the model's chat template shows no tools")
     if is_auto:
-        return ToolPlan("auto", max_calls=max_calls)
+        names = frozenset(tool.function.name for tool in tools)
+        return ToolPlan("auto", names=names, max_calls=max_calls)
     if isinstance(choice, NamedChoice):
         if choice.type != "function":
             raise invalid("tool_choice.type", "must be function")
@@ -94,7 +96,8 @@ def splitter(
     calls: Splitter = Plain()
     if plan.mode == "auto":
         is_marked = parser == "hermes"
-        calls = MarkedCalls(plan.max_calls) if is_marked else BareCalls(plan.max_calls)
+        most = plan.max_calls
+        calls = MarkedCalls(most) if is_marked else BareCalls(most, names=plan.names)
     if has_reasoning:
         return Reasoning(calls, is_open=is_thinking)
     return calls if plan.mode == "auto" else None

@@ -47,6 +47,8 @@ def make(kind: str) -> Splitter:
             return MarkedCalls(9)
         case "bare":
             return BareCalls(9)
+        case "bare of tools":
+            return BareCalls(9, names={"look_up", "add"})
         case "list":
             return BareCalls(9, is_list=True)
         case "think":
@@ -94,6 +96,12 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
     ("bare", "Plain {text}", "", "Plain {text}", []),
     ("bare", '{"answer": 5} and more', "", '{"answer": 5} and more', []),
     ("bare", "  ", "", "  ", []),
+    ("bare of tools", f"{A}; {B}", "", "", [CALL_A, CALL_B]),
+    ("bare of tools", ' {"name": "Bob", "age": 3} ', "", ' {"name": "Bob", "age": 3} ', []),
+    ("bare of tools", '{"age": 3, "arguments": {"a": 1}, "name": "Bob"}\n', "",
+     '{"age": 3, "arguments": {"a": 1}, "name": "Bob"}\n', []),
+    ("bare of tools", f'{A}; {{"name": "Bob"}}', "", '; {"name": "Bob"}', [CALL_A]),
+    ("bare of tools", '<|python_tag|>{"name": "Bob"}', "", "", [("Bob", "{}")]),
     ("list", f"[{A}, {B}]", "", "", [CALL_A, CALL_B]),
     ("list", f" [\n{A}\n]\n", "", "", [CALL_A]),
     ("think", "<think>\nHm.\n</think>\n\nYes.", "\nHm.\n", "Yes.", []),
@@ -120,7 +128,9 @@ def test_parts(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    kind=st.sampled_from(["marked", "bare", "list", "think", "open think", "think marked"]),
+    kind=st.sampled_from(
+        ["marked", "bare", "bare of tools", "list", "think", "open think", "think marked"]
+    ),
     seed=st.integers(0, 2**32),
 )
 def test_cuts_change_nothing(kind: str, seed: int) -> None:

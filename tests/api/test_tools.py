@@ -141,6 +141,13 @@ def test_hermes_calls_with_reasoning_and_content(hermes: FrontendProcess, is_str
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_in_json_with_a_name_is_no_call(llama: FrontendProcess, is_stream: bool) -> None:
+    text = '{"name": "Bob", "age": 3}'
+    answer = ask(llama, text, is_stream=is_stream)
+    assert (answer.content, answer.calls, answer.finish_reason) == (text, [], "stop")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_llama_calls(llama: FrontendProcess, is_stream: bool) -> None:
     text = f"{A.replace('arguments', 'parameters')}; {B}"
     answer = ask(llama, text, is_stream=is_stream)
