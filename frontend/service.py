@@ -14,7 +14,7 @@ import msgspec
 
 from nvserve.frontend.arrivals import Arrivals
 from nvserve.frontend.bulk import MAX_PROMPTS
-from nvserve.frontend.chat_parts import THINK, Splitter
+from nvserve.frontend.chat_parts import END_THINK, THINK, Splitter
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
@@ -320,8 +320,10 @@ class Service:
     def splitters(self, plan: Plan) -> list[Splitter] | None:
         """Of a chat, what takes each choice's text apart; None when all of it is content."""
         has_reasoning = bool(self.config.reasoning_parser)
+        # A grammar holds from the first token on: only one that spells the marker lets it think.
+        may_think = plan.grammar is None or END_THINK in plan.grammar.text
         tail = ""
-        if has_reasoning:
+        if has_reasoning and may_think:
             tail = self.tokenizer.vocabulary.decode(plan.prompts[0][-8:], skip_special=False)
         made = [
             splitter(

@@ -20,6 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %} CALL {{ c.function.name }} {{ c.function.arguments.word }}"
     "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if messages[0].role == 'system' %}<think>\n{% endif %}"
 )
 TOOLS: list[Any] = [
     {
@@ -221,6 +222,29 @@ def test_the_template_shows_tools_and_earlier_calls(hermes: FrontendProcess) -> 
     ask(hermes, "A blade.", is_stream=False, tool_choice="none")
     prompt = TOKENIZER.decode(unpack_ids(last_submit(hermes).prompt), skip_special_tokens=False)
     assert "TOOLS" not in prompt
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("form", "text", "reasoning", "content"),
+    [
+        ({}, "Hm.</think>\n\nYes.", "Hm.", "Yes."),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "", "yes"),
+        ({"structured_outputs": {"json": {"type": "object"}}}, '{"a": 1}', "", '{"a": 1}'),
+        ({"structured_outputs": {"regex": ".*</think>yes"}}, "Hm.</think>yes", "Hm.", "yes"),
+    ],
+)
+def test_a_form_without_room_for_thoughts_is_content_behind_an_open_marker(
+    hermes: FrontendProcess,
+    form: dict[str, Any],
+    text: str,
+    reasoning: str,
+    content: str,
+    is_stream: bool,
+) -> None:
+    turns = [{"role": "system", "content": "Think first."}, *HI]
+    answer = ask(hermes, text, is_stream=is_stream, messages=turns, extra_body=form)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
