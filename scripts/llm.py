@@ -158,8 +158,8 @@ class LLM:
         """Answer one prompt or many, texts or token ids; the results are in the prompts' order.
 
         All requests are sent at once and batched by the scheduler. `params` is for all prompts or
-        one for each. What is no prompt, or an empty one, is a TypeError or ValueError. The first
-        error of a request ends all others and is raised: RequestError for a refused one,
+        one for each. What is none of these, or an empty prompt, is a TypeError or ValueError. The
+        first error of a request ends all others and is raised: RequestError for a refused one,
         LaunchFailed when the engine is gone, TimeoutError after `limit_s`. Another thread's call
         begins when this one has ended.
         """
@@ -264,12 +264,9 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _params_for(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    chosen = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+def _params_for(params: object, num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt; TypeError for what is no SamplingParams, ValueError if unusable."""
+    chosen = _as_params(SamplingParams() if params is None else params, num_prompts)
     if len(chosen) != num_prompts:
         raise ValueError(f"{len(chosen)} sampling parameters for {num_prompts} prompts")
     for one in chosen:
@@ -280,6 +277,20 @@ def _params_for(
             _check_integer("seed", one.seed)
             if not -(2**63) <= one.seed < 2**63:  # as over HTTP
                 raise ValueError(f"seed must fit in 64 bits, signed, not {one.seed}")
+    return chosen
+
+
+def _as_params(given: object, num_prompts: int) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    chosen = []
+    for item in given if isinstance(given, Sequence) else [given]:
+        if not isinstance(item, SamplingParams):
+            raise TypeError(
+                "params are SamplingParams or a list of them,"
+                f" not {type(item).__name__}: {item!r:.60}"
+            )
+        chosen.append(item)
     return chosen
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 import nvserve
 from nvserve import LLM, SamplingParams
 from nvserve.frontend.client_session import Request, RequestError
+from nvserve.protocol.client_messages import ClientParams
 from nvserve.scripts import llm as llm_module
 from nvserve.scripts import python_child
 from nvserve.scripts.bench.cpu_time import child_pids
@@ -77,6 +78,23 @@ def test_sampling_parameters_are_for_all_or_one_for_each() -> None:
         llm_module._params_for(params, 3)
     with pytest.raises(ValueError, match="n must be at least 1"):
         llm_module._params_for(SamplingParams(n=0), 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        ({"temperature": 0.0}, "dict"),
+        ([{"temperature": 0.0}], "dict"),
+        ([SamplingParams(), None], "NoneType"),
+        ("greedy", "str"),
+        (0.0, "float"),
+        (ClientParams(), "ClientParams"),
+    ],
+)
+def test_what_are_no_sampling_parameters_is_a_type_error(params: object, kind: str) -> None:
+    text = f"params are SamplingParams or a list of them, not {kind}"
+    with pytest.raises(TypeError, match=text):
+        llm_module._params_for(params, 2)
 
 
 def test_choices_get_different_seeds_and_the_server_never_sees_n() -> None:
