@@ -155,6 +155,7 @@ def test_the_api_key_goes_into_the_request_and_not_into_the_result(
         (["--percentile-metrics", "speed"], "'speed' is none of"),
         (["--metric-percentiles", "101"], "at most 100"),
         (["--sweep", "1,fast"], "not a list of numbers"),
+        (["--sweep", ","], "',' holds no number"),
         (["--request-rate", "0"], "must be positive"),
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--base-url", "here"], "--base-url: 'here' is no http:// or https:// URL"),

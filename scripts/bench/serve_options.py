@@ -125,6 +125,8 @@ def _numbers(context: click.Context, param: click.Parameter, value: str) -> list
         numbers = [float(part) for part in value.split(",") if part]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers") from None
+    if value and not numbers:
+        raise click.BadParameter(f"{value!r} holds no number")
     if not all(number > 0 for number in numbers):
         raise click.BadParameter("every number must be positive")
     return numbers
