@@ -68,8 +68,12 @@ class LaunchDir:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # the sweeper tries again
         os.close(self._lock)
-        if self._sweeper is not None:
+        if self._sweeper is None:
+            return
+        try:
             self._sweeper.communicate(timeout=SWEEPER_LIMIT_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._sweeper.kill()
 
 
 def bases() -> list[Path]:

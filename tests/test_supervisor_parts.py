@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -85,6 +86,21 @@ def test_a_launch_directory_is_private_and_goes_with_its_launch(
     assert launch_dir.sweep() == []
     directory.remove()
     assert launch_dir.find_all() == []
+
+
+def test_a_sweeper_that_was_stopped_goes_with_its_launch_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_dir, "bases", lambda: [tmp_path])
+    monkeypatch.setattr(launch_dir, "SWEEPER_LIMIT_S", 0.01)
+    directory = launch_dir.LaunchDir()
+    sweeper = directory._sweeper
+    assert sweeper is not None
+    sweeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sweeper.pid, os.WSTOPPED | os.WNOWAIT)
+    directory.remove()
+    assert sweeper.wait(30.0) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_whose_launcher_is_gone_is_swept(
