@@ -213,7 +213,8 @@ class _Api:
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = [text for text in given if isinstance(text, str)]
         if not texts:
-            texts = await self._texts.of(plan.prompts, exchange)
+            skip_special = plan.rules.skip_special
+            texts = await self._texts.of(plan.prompts, exchange, skip_special=skip_special)
         return [text for text in texts for _ in range(plan.num_choices)]
 
     def _shape(self, body: CompletionBody | ChatBody, *, is_chat: bool) -> Shape:

@@ -65,3 +65,17 @@ def test_offsets_begin_behind_a_character_that_the_prompt_left_unfinished(
     assert status == 200, answer
     assert answer["choices"][0]["text"] == "한z", json.dumps(answer)
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0] * len(rest) + [1]
+
+
+def test_an_echo_of_ids_shows_special_tokens_as_the_output_does(shared: FrontendProcess) -> None:
+    assert shared.core is not None
+    ids = TOKENIZER.encode("<|user|>한<|end|>").ids
+    shared.core.script = [2, 3]
+    body = {"prompt": ids, "max_tokens": 2, "echo": True}
+    for skip_special in (True, False):
+        _, answer = shared.post("/v1/completions", body | {"skip_special_tokens": skip_special})
+        expected = TOKENIZER.decode([*ids, 2, 3], skip_special_tokens=skip_special)
+        assert answer["choices"][0]["text"] == expected
+    _, answer = shared.post("/v1/completions", body | {"skip_special_tokens": False, "logprobs": 0})
+    offsets = answer["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == offsets_of([*ids, 2, 3], skip_special=False)
