@@ -23,6 +23,7 @@ from nvserve.frontend.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from nvserve.frontend.schema_nulls import READINGS
 from nvserve.protocol.sampling import MAX_LIST, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 Document = dict[str, Any]
@@ -61,6 +62,7 @@ RANGES: Final[dict[str, Document]] = {
     "CalledFunction.name": {"minLength": 1},
 }
 OF_MESSAGES: Final = frozenset({"ChatMessage", "ContentPart", "ToolCall", "CalledFunction"})
+NOTES: Final[Document] = {name: {} for name in READINGS}
 
 ERROR: Final[Document] = {
     "type": "object",
@@ -121,6 +123,7 @@ def document(version: str) -> bytes:
                 schema["maxItems"] = MAX_PROMPTS
         if name in OF_MESSAGES:
             component["additionalProperties"] = {"type": "null"}
+            component["properties"] |= NOTES
     components["Error"] = ERROR
     return msgspec.json.encode(
         {

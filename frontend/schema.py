@@ -3,7 +3,8 @@
 An unknown field is a 400 that names it, and so is a known one that this server cannot honour. The
 exceptions change no answer and are accepted as notes: `user`, `metadata`, `store`,
 `safety_identifier`, `prompt_cache_key`. Of a key given twice the last one counts. null means the
-default everywhere, in a message also for fields that are not known.
+default everywhere, in a message also for fields that are not known; there, what OpenAI's client has
+read out of an answer is a note as well.
 """
 
 import contextlib

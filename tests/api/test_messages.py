@@ -1,10 +1,11 @@
-"""Messages that a client sends back as they came: fields that are null ask for nothing."""
+"""Messages that a client sends back as they came: what is null, or read twice, asks for nothing."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from api.bad_bodies import CHAT, HI, TOOL, assert_400
 from api.frontend_process import DEMO_MODEL, MODEL_NAME, FrontendProcess
@@ -58,6 +59,34 @@ def test_a_call_and_a_stream_are_taken_too(shared: FrontendProcess, client: open
         shared.core.script = None
 
 
+class Sum(pydantic.BaseModel):
+    """What the core is made to answer."""
+
+    a: int
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of that client's own types
+def test_a_reply_is_taken_as_openais_client_has_parsed_it(
+    shared: FrontendProcess, client: openai.OpenAI
+) -> None:
+    assert shared.core is not None
+    shared.core.script = TOKENIZER.encode('{"a":1}', add_special_tokens=False).ids
+    settings: Any = {"model": MODEL_NAME, "messages": HI, "max_tokens": 20}
+    tool = openai.pydantic_function_tool(Sum)
+    choice: Any = {"type": "function", "function": {"name": "Sum"}}
+    try:
+        reply: Any = client.chat.completions.parse(**settings, response_format=Sum)
+        assert reply.choices[0].message.parsed == Sum(a=1)
+        ask(client, [*HI, reply.choices[0].message, *HI])
+        with client.chat.completions.stream(**settings, tools=[tool], tool_choice=choice) as stream:
+            called: Any = stream.get_final_completion().choices[0].message
+        assert called.tool_calls[0].function.parsed_arguments == Sum(a=1)
+        answer = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "5"}
+        ask(client, [*HI, called, answer])
+    finally:
+        shared.core.script = None
+
+
 def test_nulls_are_left_out_wherever_a_message_may_have_fields(shared: FrontendProcess) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"} | NULLS}
     turns = [
@@ -82,6 +111,8 @@ def _without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ({"messages": [HI[0] | NULLS, HI[0] | {"audio": {"id": None}}]}, "messages[1].audio"),
         ({"messages": [HI[0] | NULLS | {"role": None}]}, "messages[0].role"),
         ({"messages": [HI[0] | NULLS, None]}, "messages[1]"),
+        ({"messages": [HI[0] | {"parsed": 1, "x": 1}]}, "messages[0].x"),
+        ({"messages": HI, "parsed": 1}, "parsed"),
         ({"messages": HI, "of_tomorrow": None}, "of_tomorrow"),
         ({"messages": HI, "stream_options": {"of_tomorrow": None}}, "stream_options.of_tomorrow"),
     ],
