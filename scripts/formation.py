@@ -51,6 +51,7 @@ class Formation:
         self.load_s = 0.0  # length of the first JOINING
         self.ladder: Final = Ladder()
         self.is_blamed = False  # the last epoch's requests may have killed a worker
+        self._served_epoch = -1  # the last one that got as far as serving
         self._house: Final = house
         self._tp_size: Final = tp_size
         self._answer_limit_s: Final = answer_limit_s
@@ -64,14 +65,15 @@ class Formation:
         self._since = now
         self._join(now)
 
-    def renew(self, now: float, at_least: Rung = Rung.REPLACE) -> Rung:
+    def renew(self, now: float, at_least: Rung = Rung.REPLACE, *, is_failure: bool = True) -> Rung:
         """End the epoch: fence what the ladder says, then form the next one without the fenced.
 
-        Begins the recovery in progress again when there is one. GIVE_UP changes nothing.
+        Begins the recovery in progress again when there is one; `is_failure`: it has failed.
+        GIVE_UP changes nothing.
         """
         if self.ladder.rung is None:
             self.timings = {}
-        rung = self.ladder.fall(at_least)
+        rung = self.ladder.fall(at_least, is_failure=is_failure)
         if rung is Rung.GIVE_UP:
             return rung
         if rung >= Rung.WORKERS:
@@ -94,6 +96,7 @@ class Formation:
             return None
         if member.child.role is Role.CORE:
             if self.stage is Stage.RESUMING:
+                member.answered_epoch = member.joined_epoch = self.epoch
                 self._serve(now)
             return None
         fixed = self.num_kv_blocks if self.epoch > 0 else 0
@@ -123,6 +126,13 @@ class Formation:
         self.is_blamed = False
         self._house.send(self._house.find(Role.CORE), message)
         self._enter(Stage.RESUMING, now, RESUME_LIMIT_S)
+
+    def is_untouched(self, member: Member) -> bool:
+        """It was in the last epoch that served, and has not heard of a later one.
+
+        Its death is one more loss to recover from, and no failure of the recovery in progress.
+        """
+        return member.joined_epoch == member.answered_epoch == self._served_epoch
 
     def is_going_on(self, epoch: int) -> bool:
         """It is the present epoch, and nobody is fenced because of its end."""
@@ -168,6 +178,7 @@ class Formation:
 
     def _serve(self, now: float) -> None:
         self._enter(Stage.SERVING, now, 0.0)
+        self._served_epoch = self.epoch
         if self.ladder.rung is None:
             return
         self.ladder.leave()

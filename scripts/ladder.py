@@ -26,13 +26,16 @@ class Ladder:
         self.rung: Rung | None = None
         self._num_failures = 0  # on this rung
 
-    def fall(self, at_least: Rung = Rung.REPLACE) -> Rung:
-        """Begin a recovery, or count a failure of the one in progress; the rung to take now."""
+    def fall(self, at_least: Rung = Rung.REPLACE, *, is_failure: bool = True) -> Rung:
+        """Begin a recovery, or go on with the one in progress; the rung to take now.
+
+        `is_failure`: the one in progress has failed, if there is one.
+        """
         if self.rung is None or at_least > self.rung:
             self.rung = at_least
             self._num_failures = 0
             return self.rung
-        self._num_failures += 1
+        self._num_failures += is_failure
         if self._num_failures == 2:
             self.rung = Rung(self.rung + 1)
             self._num_failures = 0

@@ -61,7 +61,7 @@ class Repair:
         if member.child.role is Role.FRONTEND:
             self.replace_frontend(now)
         else:
-            self.renew(now, text)
+            self.renew(now, text, is_failure=not self._formation.is_untouched(member))
 
     def suspect(self, now: float, suspicion: Suspicion) -> None:
         """Fence the members, then as after one death; a frontend is replaced when it is gone."""
@@ -116,17 +116,25 @@ class Repair:
 
     # -- making good -----------------------------------------------------------------------------
 
-    def renew(self, now: float, text: str, at_least: Rung = Rung.REPLACE) -> None:
+    def renew(
+        self,
+        now: float,
+        text: str,
+        at_least: Rung = Rung.REPLACE,
+        *,
+        is_failure: bool = True,
+    ) -> None:
         """End the epoch and form the next one, or give up at the ladder's end.
 
-        Whoever does not belong into the next one has been fenced before.
+        Whoever does not belong into the next one has been fenced before. `is_failure`: if there is
+        a recovery in progress, it has failed.
         """
         self._broken.clear()
         self.epoch_ended_s = now
         self.reason = text
         if not self.was_ready:
             self.give_up(now, ExitCode.START_FAILED, text)
-        elif self._formation.renew(now, at_least) is Rung.GIVE_UP:
+        elif self._formation.renew(now, at_least, is_failure=is_failure) is Rung.GIVE_UP:
             self.give_up(now, ExitCode.RECOVERY_FAILED, f"no recovery helped; last: {text}")
 
     def replace_frontend(self, now: float) -> None:
