@@ -6,8 +6,12 @@ choice forces, the function's own root lies deeper. Pure.
 
 from typing import Any, Final
 
-# Values that are no schemas: what looks like a reference there is data.
+# Whose values are no schemas: what looks like a reference there is data.
 _DATA: Final = frozenset({"const", "enum", "default", "examples"})
+# Whose values are schemas by name, which may be that of a keyword.
+_MAPS: Final = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
+)
 
 
 def rebased(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
@@ -16,17 +20,25 @@ def rebased(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     The nesting of `schema` was checked; a part with an `$id` is a document of its own and kept.
     """
     # The root's name would make it a document of its own, which need not be supported.
-    root = {name: value for name, value in schema.items() if name != "$id"}
-    return {name: _rebased(name, value, pointer) for name, value in root.items()}
+    return {
+        name: _rebased_value(name, value, pointer)
+        for name, value in schema.items()
+        if name != "$id"
+    }
 
 
-def _rebased(name: str, value: Any, pointer: str) -> Any:
-    if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-        return pointer + value[1:]
-    if name in _DATA or (isinstance(value, dict) and isinstance(value.get("$id"), str)):
-        return value
-    if isinstance(value, dict):
-        return {key: _rebased(key, child, pointer) for key, child in value.items()}
+def _rebased(value: Any, pointer: str) -> Any:
+    """A schema, or a list of them."""
     if isinstance(value, list):
-        return [_rebased("", child, pointer) for child in value]
-    return value
+        return [_rebased(child, pointer) for child in value]
+    if not isinstance(value, dict) or isinstance(value.get("$id"), str):
+        return value
+    return {name: _rebased_value(name, child, pointer) for name, child in value.items()}
+
+
+def _rebased_value(keyword: str, value: Any, pointer: str) -> Any:
+    if keyword == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+        return pointer + value[1:]
+    if keyword in _MAPS and isinstance(value, dict):
+        return {name: _rebased(child, pointer) for name, child in value.items()}
+    return value if keyword in _DATA else _rebased(value, pointer)

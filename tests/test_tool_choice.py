@@ -18,6 +18,9 @@ NESTED = {**PLAIN, "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": IN
 RECURSIVE = {**PLAIN, "properties": {"n": {"anyOf": [{"$ref": "#"}, INTEGER]}}}
 SIDEWAYS = {**PLAIN, "properties": {"n": {"$ref": "#/properties/m"}, "m": INTEGER}}
 NAMED = {**NESTED, "$id": "https://example.com/tool"}
+KEYWORDS = {**PLAIN, "properties": {"n": INTEGER, "default": {"$ref": "#/$defs/enum"}},
+            "$defs": {"enum": {"anyOf": [{"$ref": "#/$defs/N"}]}, "N": INTEGER},
+            "required": ["default"]}  # fmt: skip
 
 
 def forced(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def forced(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [call]}}
 
 
-@pytest.mark.parametrize("parameters", [PLAIN, NESTED, RECURSIVE, SIDEWAYS, NAMED])
+@pytest.mark.parametrize("parameters", [PLAIN, NESTED, RECURSIVE, SIDEWAYS, NAMED, KEYWORDS])
 def test_arguments_of_a_forced_call_follow_the_functions_own_schema(
     parameters: dict[str, Any],
 ) -> None:
