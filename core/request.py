@@ -97,6 +97,16 @@ class Request:
         return self.must_wait and self.num_planned >= len(self.tokens)
 
     @property
+    def is_planned_to_its_end(self) -> bool:
+        """Its last token is planned; the commit finishes it."""
+        return self.num_planned >= self.max_total - 1
+
+    @property
+    def can_decode(self) -> bool:
+        """It has a token left to plan, and the host knows what that takes."""
+        return not (self.is_planned_to_its_end or self.is_waiting_for_token)
+
+    @property
     def is_finished(self) -> bool:
         return self.phase is Phase.FINISHED
 

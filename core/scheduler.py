@@ -302,42 +302,42 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> None:
         """Bring the decode list up to date; afterwards all in it can run one token."""
+        due = [request for request in batch.decoding if request.num_planned >= request.decode_until]
+        for request in due:
+            if not request.can_decode:  # before an older one looks for a row
+                batch.leave(request)
+                batch.joining.append(request)
         if batch.joining:
             self._make_rows_free(batch)
-        candidates = [r for r in batch.decoding if r.num_planned >= r.decode_until] + batch.joining
+        candidates = [request for request in due if request.is_decoding] + batch.joining
         batch.joining = []
         # Oldest first: who must yield comes later, so nothing of its is in the delta yet.
         for request in sorted(candidates, key=lambda request: request.order):
-            if request.phase is not Phase.RUNNING:  # preempted for an older one just now
-                continue
+            if request.phase is not Phase.RUNNING or request.is_planned_to_its_end:
+                continue  # preempted for an older one just now, or the commit will finish it
             is_full = len(batch.decoding) >= self._limits.max_num_batched_tokens
-            if not request.is_decoding and is_full:
+            if request.is_waiting_for_token or (is_full and not request.is_decoding):
                 batch.joining.append(request)
-            elif self._may_decode(batch, request):
-                if not request.is_decoding:
-                    batch.join(request)
-            elif request.is_decoding:
-                batch.leave(request)
+            elif self._find_blocks(batch, request) and not request.is_decoding:
+                batch.join(request)
 
     def _make_rows_free(self, batch: Batch) -> None:
         """Let the youngest leave the decode list where it has no row for an older request."""
         limit = self._limits.max_num_batched_tokens
         if len(batch.decoding) + len(batch.joining) <= limit:
             return
-        ready = [r for r in batch.decoding + batch.joining if not r.is_waiting_for_token]
+        ready = [request for request in batch.decoding + batch.joining if request.can_decode]
         ready.sort(key=lambda request: request.order)
         for request in ready[limit:]:
             if request.is_decoding:
                 batch.leave(request)
                 batch.joining.append(request)
 
-    def _may_decode(self, batch: Batch, request: Request) -> bool:
-        """Find out how long the request may decode, growing its table or making room for that."""
-        if request.num_planned >= request.max_total - 1:
-            return False  # its last token is planned; the commit finishes it
-        if request.is_waiting_for_token:
-            batch.joining.append(request)
-            return False
+    def _find_blocks(self, batch: Batch, request: Request) -> bool:
+        """Let the request decode while its table lasts, growing it or making room for that.
+
+        False when it had to make room itself.
+        """
         while request.num_planned >= batch.tables.capacity(request) and not batch.grow(request):
             youngest = batch.youngest
             self._preempt(youngest)

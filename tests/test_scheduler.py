@@ -194,6 +194,27 @@ def test_rows_go_to_the_oldest_where_the_budget_has_too_few() -> None:
     assert_all_as_expected(world, younger)
 
 
+def test_a_row_that_its_owner_cannot_use_goes_to_the_oldest_that_can() -> None:
+    """Whatever their turn: three of these need their token on the host, so every second step."""
+    world = make_world(max_num_batched_tokens=2)
+    ids = [world.submit([2 + k], max_tokens=20, ignore_eos=True) for k in range(3)]
+    for request_id in ids:
+        world.request(request_id).must_wait = True
+    ids.append(world.submit([5], max_tokens=20, ignore_eos=True))
+    batch = world.scheduler.batch
+    assert batch is not None
+    plans = []
+    world.send()
+    for _ in range(24):
+        world.send()
+        plans.append([request.request_id for request in batch.decoding])
+        world.work()
+        world.deliver()
+    assert plans[4:] == [ids[2:], ids[:2]] * 10
+    world.run()
+    assert_all_as_expected(world, ids)
+
+
 def last_width(world: World) -> int:
     """Rows of the step planned last."""
     ledger = world.scheduler.ledger
