@@ -22,6 +22,7 @@ from nvserve.frontend.http import application
 from nvserve.frontend.http_server import Server
 from nvserve.frontend.service import Service
 from nvserve.frontend.tokenizer import Tokenizer
+from nvserve.frontend.tools import markers
 from nvserve.frontend.zmq_api import Door
 from nvserve.protocol.child import Child, bootstrap, freeze_start
 from nvserve.protocol.control import (
@@ -152,7 +153,8 @@ def main() -> None:
     raise_limit()
     child.send(Progress("tokenizer"))
     try:
-        tokenizer = Tokenizer(config.model, config.max_model_len)
+        shown = markers(config.tool_call_parser, has_reasoning=bool(config.reasoning_parser))
+        tokenizer = Tokenizer(config.model, config.max_model_len, shown)
         uvloop.run(_serve(child, tokenizer))
     except StartFailure as error:
         child.send(Failed(shorten(str(error))))

@@ -7,7 +7,7 @@ texts are encoded in a thread by a call that releases the interpreter, so that s
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,14 @@ SAMPLING_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetitio
 
 
 class Tokenizer:
-    """Encodes prompts for one model; `vocabulary` is the way back."""
+    """Encodes prompts for one model; `vocabulary` is the way back.
 
-    def __init__(self, model_dir: str, max_model_len: int) -> None:
+    `markers` are looked for in the text: they are in it, though some models call them special.
+    """
+
+    def __init__(self, model_dir: str, max_model_len: int, markers: Set[str] = frozenset()) -> None:
         folder = Path(model_dir)
-        self.fast: Final = _load_fast(folder / "tokenizer.json")
+        self.fast: Final = _load_fast(folder / "tokenizer.json", markers)
         config = _load_json(folder / "tokenizer_config.json")
         added = self.fast.get_added_tokens_decoder()
         special = frozenset(i for i, token in added.items() if token.special)
@@ -105,7 +108,7 @@ class Tokenizer:
         return [encoding.ids for encoding in batch]
 
 
-def _load_fast(path: Path) -> FastTokenizer:
+def _load_fast(path: Path, markers: Set[str]) -> FastTokenizer:
     if not path.is_file():
         raise StartFailure(
             f"no tokenizer: {path} is missing; nvserve needs the tokenizer.json of the model"
@@ -114,9 +117,20 @@ def _load_fast(path: Path) -> FastTokenizer:
         fast = FastTokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for every bad file
         raise StartFailure(f"cannot read the tokenizer {path}: {error}") from error
+    added = fast.get_added_tokens_decoder().values()
+    if any(token.special and token.content in markers for token in added):
+        fast = _with_plain(markers, fast)
     fast.no_padding()
     fast.no_truncation()
     return fast
+
+
+def _with_plain(markers: Set[str], fast: FastTokenizer) -> FastTokenizer:
+    """The same tokenizer, to which these tokens are not special; its own flags cannot be unset."""
+    document = json.loads(fast.to_str())
+    for token in document["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in markers
+    return FastTokenizer.from_str(json.dumps(document))
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nvserve.frontend.chat_parts import (
+    CALL,
+    END_CALL,
+    END_THINK,
+    THINK,
     BareCalls,
     ForcedCall,
     MarkedCalls,
@@ -80,6 +84,12 @@ def shown_tools(body: ChatBody, plan: ToolPlan) -> list[dict[str, Any]]:
     """Those that the template shows the model."""
     shown: list[dict[str, Any]] = [] if plan.mode == "none" else msgspec.to_builtins(body.tools)
     return shown
+
+
+def markers(parser: Parser, *, has_reasoning: bool) -> frozenset[str]:
+    """What splitters look for in the text."""
+    calls = (CALL, END_CALL) if parser == "hermes" else ()
+    return frozenset(calls + ((THINK, END_THINK) if has_reasoning else ()))
 
 
 def splitter(

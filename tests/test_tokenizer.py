@@ -68,6 +68,16 @@ def test_short_and_long_texts_encode_as_the_library_does(folder: Path) -> None:
     tokenizer.close()
 
 
+def test_markers_encode_as_ever_and_are_text_unless_they_are_special(folder: Path) -> None:
+    text = "a <|user|>b<|system|> c"
+    shown = Tokenizer(str(folder), 4096, frozenset({"<|user|>", "not a token"}))
+    ids = encode(shown, text)
+    assert ids == encode(load(folder), text)
+    assert shown.vocabulary.decode(ids) == "a <|user|>b c"
+    assert load(folder).vocabulary.decode(ids) == "a b c"
+    assert shown.vocabulary.kind == "bytes"
+
+
 def test_padding_and_truncation_of_the_file_are_off(folder: Path) -> None:
     fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
     fast.enable_padding(length=64)

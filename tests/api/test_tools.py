@@ -71,6 +71,25 @@ def llama(model: Path) -> Iterator[FrontendProcess]:
     yield from started(model=str(model), tool_call_parser="llama3_json")
 
 
+MARKERS = {"<|user|>": "<tool_call>", "<|assistant|>": "</tool_call>", "<|system|>": "</think>"}
+
+
+@pytest.fixture(scope="module")
+def of_special_markers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[FrontendProcess, Tokenizer]]:
+    """A model that writes its markers as special tokens."""
+    folder = tmp_path_factory.mktemp("special") / "model"
+    shutil.copytree(model, folder)
+    source = (folder / "tokenizer.json").read_text()
+    for name, marker in MARKERS.items():
+        source = source.replace(json.dumps(name), json.dumps(marker))
+    (folder / "tokenizer.json").write_text(source)
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    for process in started(model=str(folder), **settings):
+        yield process, Tokenizer.from_str(source)
+
+
 class Answer:
     """What the client has in the end, whole or put together from a stream."""
 
@@ -80,10 +99,17 @@ class Answer:
         self.finish_reason: str | None = None
 
 
-def ask(frontend: FrontendProcess, text: str, *, is_stream: bool, **body: Any) -> Answer:
+def ask(
+    frontend: FrontendProcess,
+    text: str,
+    *,
+    is_stream: bool,
+    tokenizer: Tokenizer = TOKENIZER,
+    **body: Any,
+) -> Answer:
     core = frontend.core
     assert core is not None
-    core.script = TOKENIZER.encode(text, add_special_tokens=False).ids
+    core.script = tokenizer.encode(text, add_special_tokens=False).ids
     request: Any = {"model": MODEL_NAME, "messages": HI, "tools": TOOLS, "max_tokens": 500} | body
     with openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
         if is_stream:
@@ -139,6 +165,23 @@ def test_hermes_calls_with_reasoning_and_content(hermes: FrontendProcess, is_str
     assert answer.content == "Let me see."
     assert named(answer) == BOTH
     assert answer.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_markers_are_found_though_the_model_has_them_as_special_tokens(
+    of_special_markers: tuple[FrontendProcess, Tokenizer], is_stream: bool
+) -> None:
+    frontend, tokenizer = of_special_markers
+    assert {tokenizer.id_to_token(one) for one in (2, 3, 4)} == set(MARKERS.values())
+    text = f"Hm.</think>Let me see.\n<tool_call>\n{A}\n</tool_call>\n<tool_call>{B}</tool_call>"
+    turns = [{"role": "system", "content": "Think first."}, *HI]
+    answer = ask(frontend, text, is_stream=is_stream, messages=turns, tokenizer=tokenizer)
+    assert (answer.reasoning, answer.content) == ("Hm.", "Let me see.")
+    assert named(answer) == BOTH
+    assert frontend.core is not None
+    frontend.core.script = [0, 2]
+    _, completed = frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+    assert completed["choices"][0]["text"] == "<tool_call>"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
