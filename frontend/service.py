@@ -172,7 +172,7 @@ class Service:
     async def plan_chat(self, body: ChatBody) -> Plan:
         """What /v1/chat/completions asks for."""
         check_chat(body)
-        template = self.tokenizer.chat_template
+        template = self.tokenizer.tool_template
         tools = resolve_tools(
             body,
             self.config.tool_call_parser,

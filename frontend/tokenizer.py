@@ -1,6 +1,6 @@
 """A model folder's tokenizer: text -> ids, its chat template, and its defaults for sampling.
 
-Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json. Long
+Reads tokenizer.json, tokenizer_config.json, the chat templates and generation_config.json. Long
 texts are encoded in a thread by a call that releases the interpreter, so that streams go on.
 """
 
@@ -27,6 +27,8 @@ INLINE_CHARS: Final = 2000  # a longer text is encoded in a thread
 NORMALIZED_SHRINKAGE: Final = 4  # how much shorter a normalizer may make a text, at most
 NUM_THREADS: Final = 2
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
+DEFAULT_TEMPLATE: Final = "default"
+TOOL_TEMPLATE: Final = "tool_use"  # for chats with tools, in some models
 SAMPLING_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -46,7 +48,9 @@ class Tokenizer:
         self.max_model_len: Final = max_model_len
         shrinkage = 1 if self.fast.normalizer is None else NORMALIZED_SHRINKAGE
         self._max_bytes: Final = max_model_len * self.vocabulary.max_token_bytes * shrinkage
-        self.chat_template: Final = _load_chat_template(folder, config)
+        templates = _load_chat_templates(folder, config)
+        self.chat_template: Final = templates.get(DEFAULT_TEMPLATE)
+        self.tool_template: Final = templates.get(TOOL_TEMPLATE, self.chat_template)
         if self.chat_template is None:
             logger.warning("%s has no chat template: /v1/chat/completions answers 400", folder)
         self.sampling_defaults: Final = _sampling_defaults(folder / "generation_config.json")
@@ -71,10 +75,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Ids of a conversation; the template writes all special tokens itself, BOS included."""
-        if self.chat_template is None:
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
         render = partial(
-            self.chat_template.render,
+            template.render,
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -146,17 +151,27 @@ def _load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """From its own file, or from the tokenizer's config: one text, or several by name."""
-    path = folder / "chat_template.jinja"
-    source = path.read_text() if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    if not isinstance(source, str):
-        return None
+def _load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
+    """By name, those that are used."""
     special = {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
-    return ChatTemplate(source, special)
+    sources = _template_sources(folder, config)
+    return {
+        name: ChatTemplate(sources[name], special)
+        for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
+        if isinstance(sources.get(name), str)
+    }
+
+
+def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """From files of their own, or else the tokenizer's config: one text, or several by name."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        more = (folder / "additional_chat_templates").glob("*.jinja")
+        return {DEFAULT_TEMPLATE: path.read_text()} | {one.stem: one.read_text() for one in more}
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        return {entry.get("name"): entry.get("template") for entry in source}
+    return {DEFAULT_TEMPLATE: source}
 
 
 def _token_text(token: Any) -> str:

@@ -131,6 +131,30 @@ def test_named_templates_and_tokens_written_as_objects(folder: Path) -> None:
     assert asyncio.run(tokenizer.encode_chat(USER)) == fast.encode("hi").ids
 
 
+@pytest.mark.parametrize("is_in_files", [True, False])
+def test_a_chat_with_tools_has_the_template_for_them(folder: Path, is_in_files: bool) -> None:
+    sources = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0] }}", "rag": "no"}
+    if is_in_files:
+        (folder / "chat_template.jinja").write_text(sources["default"])
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(sources[name])
+    else:
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": name, "template": source} for name, source in sources.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    tokenizer = load(folder)
+    fast = tokenizer.fast
+    for tools, text in (((), "hi"), (({"a": 1},), "{'a': 1}")):
+        ids = asyncio.run(tokenizer.encode_chat(USER, tools=tools))
+        assert ids == fast.encode(text, add_special_tokens=False).ids
+    assert tokenizer.chat_template is not None
+    assert tokenizer.tool_template is not None
+    assert tokenizer.tool_template.knows_tools
+    assert not tokenizer.chat_template.knows_tools
+
+
 def test_sampling_defaults_come_from_the_generation_config(folder: Path) -> None:
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": None}))
