@@ -9,6 +9,7 @@ R rows of the step, N hidden size, V vocabulary columns of one rank.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,7 @@ class TensorParallel:
         # Ranks meet under the group's number, and one that did not form has used a number up here,
         # but not at the newcomer's.
         dist.distributed_c10d._world.group_count = 0
+        hook = sys.excepthook
         try:
             dist.init_process_group(
                 "nccl" if self._is_nccl else "gloo",
@@ -141,6 +143,7 @@ class TensorParallel:
             )
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
+        sys.excepthook = hook  # torch puts the rank before each line, once more with every group
         if self._is_nccl and self._layout is not None:
             self.peers = open_for_all(self._layout, roll, Path(launch_dir) / f"e{epoch}.memory")
         if self.peers is not None:
