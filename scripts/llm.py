@@ -137,7 +137,11 @@ class LLM:
         # Beside the start: no call shall wait for it. An error is for who gives texts.
         self._tokenizer: Final = pool.submit(_load_tokenizer, self.model)
         pool.shutdown(wait=False)
-        self.announcement: Final = self._launch.wait_ready(start_limit_s)
+        try:
+            self.announcement: Final = self._launch.wait_ready(start_limit_s)
+        except BaseException:  # Ctrl-C: a notebook keeps its traceback, and that keeps this object
+            self._finalizer()
+            raise
         launch = self._launch  # not `self`, which the client would keep alive
         self.client: Final = Client(
             self.announcement.zmq_endpoint,

@@ -149,6 +149,25 @@ def test_a_launch_that_is_stopped_as_it_begins_is_gone() -> None:
         launch.wait_ready(WAIT_S)
 
 
+def test_a_start_that_is_interrupted_leaves_nothing_behind_while_its_traceback_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a notebook keeps the last one."""
+    launches = []
+
+    def interrupt(launch: EmbeddedLaunch, limit_s: float) -> None:
+        launches.append(launch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EmbeddedLaunch, "wait_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        LLM(device="sim")
+    [launch] = launches
+    assert not launch.is_running
+    assert launch.exit_code is not None
+    assert kept.tb is not None
+
+
 # -- end to end ------------------------------------------------------------------------------------
 
 
