@@ -91,6 +91,8 @@ class Supervisor:
         waker.setblocking(False)
         self._selector.register(woken, selectors.EVENT_READ, lambda: self._interrupt(woken))
         handlers = {n: signal.signal(n, _ignore) for n in (signal.SIGINT, signal.SIGTERM)}
+        # Inherited as ignored, it would leave nobody who can tell what has ended a child.
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         old_fd = signal.set_wakeup_fd(waker.fileno())
         try:
             self._execute(self.policy.start(self._clock.now()))

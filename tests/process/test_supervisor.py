@@ -26,6 +26,11 @@ PATIENT_S = 60.0  # a loaded machine is no hang, unless a test is about hangs
 HANG_S = 3.0
 SHORT_OF_A_DRAIN_S = 20.0  # which may take 30
 FAKE_LAUNCH = str(Path(__file__).parent / "fake_launch.py")
+IGNORE_CHILDREN = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 class Launches:
@@ -34,9 +39,19 @@ class Launches:
     def __init__(self) -> None:
         self.servers: list[Server] = []
 
-    def __call__(self, behaviour: dict[str, str] | None = None, **config: Any) -> Server:
+    def __call__(
+        self,
+        behaviour: dict[str, str] | None = None,
+        *,
+        parent: str = "",
+        **config: Any,
+    ) -> Server:
+        """`parent`: code that starts the launch, with its arguments, in the end."""
         settings = {"tp_size": 2, "num_spares": 0, "hang_timeout_s": PATIENT_S} | config
-        server = Server([FAKE_LAUNCH, json.dumps(settings)], **(behaviour or {}))
+        command = [FAKE_LAUNCH, json.dumps(settings)]
+        if parent:
+            command = ["-c", parent, *command]
+        server = Server(command, **(behaviour or {}))
         self.servers.append(server)
         return server
 
@@ -81,6 +96,18 @@ def test_a_launch_becomes_ready_and_its_processes_carry_titles(launch: Launches)
     assert title(server.pid) == "nvserve: launcher"
     for name, pid in server.pids().items():
         wait_for(f"title of {name}", partial(has_title, pid, f"nvserve: {name}"))
+
+
+def test_what_ended_a_child_is_known_also_where_the_parent_ignored_its_children(
+    launch: Launches,
+) -> None:
+    server = launch(parent=IGNORE_CHILDREN)
+    server.wait_ready()
+    kill(server, "worker 1")
+    server.wait_epoch(1)
+    server.wait_text("worker 1 was killed by SIGKILL")
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit() == ExitCode.OK
 
 
 def test_frontend_and_core_are_introduced_to_each_other(launch: Launches) -> None:
