@@ -194,6 +194,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_answering and not self.cycle.more_body:
             self.cycle.keep_alive = False  # a whole request before it gets its answer, the last one
             return
+        if is_answering and self.cycle is self._running and not self.cycle.response_started:
+            is_answering = False  # its body is at fault, and this is its answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if not is_answering:  # otherwise these bytes would land inside another answer
             body = ApiError(status, message).body()
             self.transport.write(

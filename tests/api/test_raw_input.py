@@ -127,6 +127,23 @@ def test_garbage_is_a_400_in_openais_form(shared: FrontendProcess) -> None:
     assert b'"error"' in answer
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"transfer-encoding: identity\r\n\r\n{}",
+        b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+        b"transfer-encoding: chunked\r\n\r\n2\r\n{}and more",
+    ],
+)
+def test_a_body_that_is_no_http_is_a_400(shared: FrontendProcess, path: str, rest: bytes) -> None:
+    head = POST.replace(COMPLETIONS.encode(), path.encode())
+    answer = exchange(shared, head + rest)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b'"error"' in answer
+
+
 def test_pipelined_requests_are_answered_in_order(shared: FrontendProcess) -> None:
     body = b'{"prompt":[9],"max_tokens":3,"temperature":0}'
     one = POST + b"content-length: %d\r\n\r\n" % len(body) + body
