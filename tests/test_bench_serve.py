@@ -120,6 +120,13 @@ def test_a_sweep_holds_one_result_a_load_and_draws_them(server: FakeServer, tmp_
     assert ET.fromstring(plot.read_text()).tag.endswith("svg")
 
 
+def test_no_prompt_is_sent_twice_or_the_server_would_know_its_beginning(server: FakeServer) -> None:
+    run = bench(server.url, "--sweep", "1,1,2", "--sweep-over", "max-concurrency")
+    assert run.exit_code == 0, run.output
+    prompts = {tuple(body["prompt"]) for body in server.bodies}
+    assert len(prompts) == len(server.bodies) == 3 * 6 + 1  # and one to see that it is there
+
+
 def test_a_server_that_is_still_loading_is_waited_for(server: FakeServer) -> None:
     server.failures = 1
     run = bench(server.url)

@@ -95,13 +95,17 @@ class ServeOptions:
         return self.result_dir / f"{self.label}-{rest}.json"
 
     def questions(self) -> list[datasets.Question]:
-        """The prompts to send; raises datasets.BadDataset."""
+        """The prompts of each load behind each other, then one to warm up; raises BadDataset.
+
+        None is sent twice, or it would be in the server's prefix cache; but for a file with fewer.
+        """
+        count = self.num_prompts * max(1, len(self.sweep)) + 1
         if self.dataset_path is not None:
             return datasets.read_questions(
-                self.dataset_path, self.num_prompts, output_len=self.output_len, seed=self.seed
+                self.dataset_path, count, output_len=self.output_len, seed=self.seed
             )
         return datasets.random_questions(
-            self.num_prompts,
+            count,
             input_len=self.random_input_len,
             output_len=self.random_output_len,
             range_ratio=self.random_range_ratio,

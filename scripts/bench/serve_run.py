@@ -74,28 +74,29 @@ def request_body(question: Question, model: str, *, is_chat: bool, fields: dict[
 async def measure(
     target: Target, questions: Sequence[Question], options: ServeOptions
 ) -> list[report.Result]:
-    """One result, or one for each load of the sweep."""
+    """One result, or one for each load of the sweep; `questions` as ServeOptions draws them."""
     model = options.model or await _first_model(target, options.base_url)
     fields = options.body_fields()
     bodies = [
         request_body(question, model, is_chat=options.is_chat, fields=fields)
         for question in questions
     ]
-    await _wait_until_ready(target, bodies[0], options)
+    await _wait_until_ready(target, bodies[-1], options)
     results = []
-    for traffic in loads_of(options):
+    for place, traffic in enumerate(loads_of(options)):
+        own = slice(place * options.num_prompts, (place + 1) * options.num_prompts)
         result: report.Result = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "backend": "openai-chat" if options.is_chat else "openai",
             "label": options.label,
             "model_id": model,
             "tokenizer_id": None,
-            "num_prompts": len(bodies),
+            "num_prompts": options.num_prompts,
             "request_rate": "inf" if math.isinf(traffic.rate) else traffic.rate,
             "burstiness": traffic.burstiness,
             "max_concurrency": traffic.max_concurrency,
         }
-        result |= await _run(target, questions, bodies, traffic, options)
+        result |= await _run(target, questions[own], bodies[own], traffic, options)
         click.echo(report.format_report(result, traffic.describe()))
         results.append(result)
     return results
@@ -156,7 +157,7 @@ async def _first_model(target: Target, base_url: str) -> str:
 
 
 async def _wait_until_ready(target: Target, body: bytes, options: ServeOptions) -> None:
-    """Send the first prompt until it is answered, then the warm-up requests."""
+    """Send the request until it is answered, then as often as there are warm-ups."""
     deadline_s = time.monotonic() + options.ready_check_timeout_sec
     with Pool(target, timeout_s=options.request_timeout) as pool:
         answer = await pool.ask(body)
