@@ -10,6 +10,7 @@ Starts a launcher of its own and talks to it over ZeroMQ: the caller's process i
 an answer survives the death of a worker as any request does.
 """
 
+import math
 import os
 import secrets
 import threading
@@ -18,7 +19,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -36,6 +37,7 @@ from nvserve.scripts.prompts import Prompt, check_prompts, check_unicode
 
 CLOSED: Final = "this LLM is closed"
 CLOSE_LIMIT_S: Final = 5.0  # for another thread's use of the client, once the engine is gone
+LOOK_S: Final = 0.1  # between looks at all requests of a call
 MAX_OPEN: Final = 1000  # requests at the server at once; below what one connection may have open
 
 
@@ -212,11 +214,13 @@ class LLM:
     ) -> list[Request]:
         """Send (prompt number, choice) pairs, at most MAX_OPEN open at once; all finished."""
         requests: list[Request] = []
+        under_way = _UnderWay()
 
         def send_next() -> None:
             number, choice = submits[len(requests)]
             fields = _fields(chosen[number], choice)
             requests.append(self.client.submit(encoded[number], **fields))
+            under_way.requests.append(requests[-1])
 
         def fill() -> None:
             while len(requests) < len(submits) and self.client.num_open < MAX_OPEN:
@@ -229,6 +233,7 @@ class LLM:
                     send_next()
                 for _ in self.client.pieces(requests[place], deadline_s - time.monotonic()):
                     fill()
+                    under_way.check()
         except (ServerGone, RequestError, RuntimeError) as error:
             if not self._finalizer.alive:  # by another thread or a signal handler meanwhile
                 raise LaunchFailed(CLOSED) from error
@@ -259,6 +264,25 @@ class LLM:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """The requests of a call that had not ended at the last look."""
+
+    requests: list[Request] = field(default_factory=list)
+    looked_s: float = -math.inf
+
+    def check(self) -> None:
+        """Raise the error that one has ended with, if a look is due."""
+        now_s = time.monotonic()
+        if now_s - self.looked_s < LOOK_S:
+            return
+        self.looked_s = now_s
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
+        self.requests = [request for request in self.requests if not request.is_over]
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:

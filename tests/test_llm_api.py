@@ -253,6 +253,24 @@ def test_a_refused_request_names_the_parameter_and_the_next_call_works(llm: LLM)
     assert llm.generate("fine", SamplingParams(max_tokens=1))
 
 
+def test_an_error_ends_those_that_come_before_it_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = []
+    submit = llm.client.submit
+
+    def submit_and_keep(*prompt: Any, **params: Any) -> Request:
+        requests.append(submit(*prompt, **params))
+        return requests[-1]
+
+    monkeypatch.setattr(llm.client, "submit", submit_and_keep)
+    monkeypatch.setattr(llm_module, "LOOK_S", 0.0)
+    with pytest.raises(RequestError, match="token id"):
+        llm.generate([[5, 6], [10**6]], SamplingParams(max_tokens=250, ignore_eos=True))
+    assert not requests[0].is_over
+    assert not llm.client.num_open
+
+
 def test_an_empty_prompt_is_refused_by_its_index_as_over_http(llm: LLM) -> None:
     for prompts in ("", ["fine", ""], [[5], []]):
         number = len(prompts) - 1 if prompts else 0
