@@ -304,6 +304,8 @@ class Service:
         is_score_only = asked == 0 and (prompt_logprobs is not None or grammar is not None)
         if is_score_only:  # scores come with a prefill, and a prefill ends with a token
             sampling = [msgspec.structs.replace(one, max_tokens=1) for one in sampling]
+        if sampling[0].max_tokens:  # none is no work
+            self._check_room(len(prompts) * num_choices, "prompt" if num_choices == 1 else "n")
         return Plan(
             prompts=prompts,
             sampling=sampling,
@@ -316,6 +318,15 @@ class Service:
             grammar=grammar,
             tools=tools,
         )
+
+    def _check_room(self, num_requests: int, param: str) -> None:
+        """Refuse what could never be taken whole: trying again, as a 429 asks for, is no use."""
+        room = self.config.max_num_seqs + self.config.max_queued_requests
+        if num_requests > room:
+            raise invalid(
+                param,
+                f"prompts x n is {num_requests}, and {room} requests can run or wait at once",
+            )
 
     def splitters(self, plan: Plan) -> list[Splitter] | None:
         """Of a chat, what takes each choice's text apart; None when all of it is content."""

@@ -143,6 +143,23 @@ def test_free_slots_count_while_core_is_there() -> None:
         frontend.close()
 
 
+def test_what_could_never_be_taken_whole_is_not_told_to_try_again() -> None:
+    frontend = FrontendProcess(max_num_seqs=3, max_queued_requests=2)
+    try:
+        frontend.ready()
+        frontend.new_core()
+        frontend.wait_connected()
+        body = {"prompt": [[1]] * 5, "max_tokens": 1}
+        assert frontend.post("/v1/completions", body)[0] == 200
+        for change, param in (({"prompt": [[1]] * 6}, "prompt"), ({"prompt": [1], "n": 6}, "n")):
+            status, answer = frontend.post("/v1/completions", body | change)
+            assert (status, answer["error"]["param"]) == (400, param)
+        nothing = {"prompt": [[1]] * 6, "max_tokens": 0}
+        assert frontend.post("/v1/completions", nothing)[0] == 200
+    finally:
+        frontend.close()
+
+
 def repeat(emits: Emits) -> list[Emits]:
     return [emits, emits]
 
