@@ -4,6 +4,7 @@
 choice forces, the function's own root lies deeper. Pure.
 """
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 # Whose values are no schemas: what looks like a reference there is data.
@@ -42,3 +43,16 @@ def _rebased_value(keyword: str, value: Any, pointer: str) -> Any:
     if keyword in _MAPS and isinstance(value, dict):
         return {name: _rebased(child, pointer) for name, child in value.items()}
     return value if keyword in _DATA else _rebased(value, pointer)
+
+
+def named_parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What has a name of which one document can hold only one, but for the root and its `$id`."""
+    pending: list[Any] = [{name: value for name, value in schema.items() if name != "$id"}]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            names = (value.get("$id"), value.get("$anchor"))
+            yield from ((name, value) for name in names if isinstance(name, str))
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value

@@ -24,7 +24,7 @@ from nvserve.frontend.chat_parts import (
 from nvserve.frontend.errors import invalid
 from nvserve.frontend.grammars import Grammar, json_grammar
 from nvserve.frontend.schema import ChatBody, NamedChoice, Tool
-from nvserve.frontend.tool_choice import rebased
+from nvserve.frontend.tool_choice import named_parts, rebased
 from nvserve.protocol.grammars import MAX_GRAMMAR_PARTS, check_depth
 
 MAX_TOOLS: Final = 128
@@ -70,6 +70,7 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
         return _named(tools, choice.function.name)
     if choice != "required":
         raise invalid("tool_choice", "must be none, auto, required or a function")
+    _check_named_parts(tools)
     schema = {
         "type": "array",
         "minItems": 1,
@@ -140,6 +141,16 @@ def _check(tools: list[Tool]) -> None:
         if num_parts > MAX_GRAMMAR_PARTS:
             text = f"the parameters of all hold more than {MAX_GRAMMAR_PARTS} objects and arrays"
             raise invalid("tools", text)
+
+
+def _check_named_parts(tools: list[Tool]) -> None:
+    """In the list of calls all tools are one document, where a name cannot mean two things."""
+    parts: dict[str, Any] = {}
+    for index, tool in enumerate(tools):
+        for name, part in named_parts(_parameters(tool)):
+            if parts.setdefault(name, part) != part:
+                where = f"tools[{index}].function.parameters"
+                raise invalid(where, f"calls another schema {name[:100]!r} than a tool before it")
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -230,6 +230,26 @@ def test_calls_required_come_from_a_grammar(hermes: FrontendProcess, is_stream: 
     assert names == ["look_up", "spell"]
 
 
+@pytest.mark.parametrize("keyword", ["$id", "$anchor"])
+def test_tools_that_call_two_schemas_the_same_cannot_be_required_together(
+    hermes: FrontendProcess, keyword: str
+) -> None:
+    def tool(name: str, size: int) -> dict[str, Any]:
+        part = {keyword: "size", "const": size}
+        reference = {"$ref": "#size" if keyword == "$anchor" else "size"}
+        parameters = {"type": "object", "properties": {"a": reference}, "$defs": {"x": part}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    body = {"messages": HI, "tool_choice": "required", "max_tokens": 1}
+    _, refused = hermes.post("/v1/chat/completions", body | {"tools": [tool("a", 1), tool("b", 2)]})
+    assert refused["error"]["param"] == "tools[1].function.parameters"
+    same = body | {"tools": [tool("a", 1), tool("b", 1)]}
+    assert hermes.post("/v1/chat/completions", same)[0] == 200
+    by_name = {"type": "function", "function": {"name": "a"}}
+    other = body | {"tools": [tool("a", 1), tool("b", 2)], "tool_choice": by_name}
+    assert hermes.post("/v1/chat/completions", other)[0] == 200
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_call_by_name_is_all_arguments(hermes: FrontendProcess, is_stream: bool) -> None:
     choice = {"type": "function", "function": {"name": "spell"}}
