@@ -201,6 +201,28 @@ def test_a_model_that_is_neither_folder_nor_shape_is_one_clear_error() -> None:
     assert "no model folder, and none of qwen3-0.6b" in run.output
 
 
+def test_a_model_folder_is_read_as_the_engine_reads_it(tmp_path: Path) -> None:
+    """Also what config.json leaves to the family, and the context that a window leaves."""
+    fields = SHAPES["qwen3-0.6b"].config_json() | {"head_dim": None}
+    del fields["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    shape = engine._read_shape("it", tmp_path)
+    assert (shape.head_dim, shape.context_len, shape.is_tied) == (128, 32_768, True)
+    window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | window | {"sliding_window": 64}))
+    assert engine._read_shape("it", tmp_path).context_len == 64
+
+
+def test_a_folder_that_cannot_be_served_is_told_with_its_reason(tmp_path: Path) -> None:
+    run = CliRunner().invoke(throughput, ["--model", str(tmp_path)])
+    assert run.exit_code == 2
+    assert "no config.json" in run.output
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    run = CliRunner().invoke(throughput, ["--model", str(tmp_path)])
+    assert run.exit_code == 2
+    assert "architecture GPT2LMHeadModel is not supported" in run.output
+
+
 # -- whole runs on the demo model ------------------------------------------------------------------
 
 

@@ -28,6 +28,8 @@ from nvserve.scripts.launch_config import UsageError, build_config
 from nvserve.scripts.llm import LLM, SamplingParams
 from nvserve.scripts.model_facts import DEMO_MODEL
 from nvserve.scripts.running import find_server, order
+from nvserve.workers.models.registry import read_config
+from nvserve.workers.step_result import ModelRefused
 
 REQUEST_LIMIT_S: Final = 3600.0  # for one workload
 SETTLE_LIMIT_S: Final = 120.0  # all graphs of an 8B took 1.8 s
@@ -219,11 +221,14 @@ def bench_model(options: EngineOptions) -> Iterator[BenchModel]:
 
 
 def _read_shape(name: str, folder: Path) -> ModelShape:
-    try:
-        return ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    """As the engine reads it; UsageError for a folder that it would refuse too."""
+    if not folder.is_dir():
         known = ", ".join(SHAPES)
-        raise UsageError(f"--model {name}: no model folder, and none of {known}") from error
+        raise UsageError(f"--model {name}: no model folder, and none of {known}")
+    try:
+        return ModelShape.of(read_config(folder))
+    except ModelRefused as error:
+        raise UsageError(f"--model {name}: {error}") from error
 
 
 def bench_config(model: BenchModel, options: EngineOptions, needed_len: int) -> Config:

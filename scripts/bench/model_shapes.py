@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from nvserve.workers.models.config import DecoderConfig
+
 BOS_ID: Final = 0
 EOS_ID: Final = 1
 CHAT_TEMPLATE: Final = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -56,8 +58,24 @@ class ModelShape:
         }
 
     @staticmethod
+    def of(decoder: DecoderConfig) -> "ModelShape":
+        """The shape of a model that was read."""
+        return ModelShape(
+            architecture=decoder.architecture,
+            hidden_size=decoder.hidden_size,
+            intermediate_size=decoder.intermediate_size,
+            num_layers=decoder.num_layers,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            vocab_size=decoder.vocab_size,
+            context_len=decoder.context_len,
+            head_dim=decoder.head_dim,
+            is_tied=decoder.is_tied,
+        )
+
+    @staticmethod
     def from_config(config: dict[str, Any]) -> "ModelShape":
-        """The shape a config.json describes."""
+        """The shape that `config_json` describes."""
         num_heads = config["num_attention_heads"]
         return ModelShape(
             architecture=config["architectures"][0],
