@@ -68,6 +68,17 @@ def test_an_error_is_told_in_one_line() -> None:
     assert totals.failure == 'HTTP/1.1 400 Bad Request {"error":{}}'
 
 
+@pytest.mark.parametrize("size", [1, 7, 30])
+def test_the_reason_of_an_error_may_come_behind_its_head(size: int) -> None:
+    totals = Totals()
+    client = StreamClient(b"", totals)
+    client.connection_made(Wire())
+    answer = b'HTTP/1.1 400 Bad Request\r\ndate: now\r\n\r\n{"error":{}}'
+    for start in range(0, len(answer), size):
+        client.data_received(answer[start : start + size])
+    assert totals.failure == 'HTTP/1.1 400 Bad Request {"error":{}}'
+
+
 def test_ctrl_c_ends_the_load_and_is_told_to_who_had_it_before() -> None:
     told = []
 

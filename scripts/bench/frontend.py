@@ -71,7 +71,7 @@ class Totals:
 
 def _one_line(answer: bytes) -> str:
     """Status and body of an answer that is none to a request for tokens."""
-    head, _, body = answer[:MAX_SHOWN].decode(errors="replace").partition("\r\n\r\n")
+    head, _, body = answer.decode(errors="replace").partition("\r\n\r\n")
     return f"{head.partition(chr(13))[0]} {body}".strip()
 
 
@@ -84,6 +84,7 @@ class StreamClient(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._tail = b""  # of what came last: an event or the end may be cut anywhere
         self._num_events = 0  # of the stream under way
+        self._refusal = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as TCP's
         self._transport = transport
@@ -102,8 +103,15 @@ class StreamClient(asyncio.Protocol):
             self._num_events = 0
             if self._transport is not None:
                 self._transport.write(self._request)
+        elif self._refusal:
+            self._refuse(self._refusal + data)
         elif joined.startswith(b"HTTP/1.1 ") and joined[9:12] not in (b"200", b"20", b"2", b""):
-            self._totals.failure = _one_line(joined)
+            self._refuse(joined)
+
+    def _refuse(self, answer: bytes) -> None:
+        """What has come of an answer that is none; its reason may follow its head."""
+        self._refusal = answer[:MAX_SHOWN]
+        self._totals.failure = _one_line(self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
