@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from nvserve.core.grammar_limits import (
     MAX_ALL_OF,
@@ -34,6 +34,10 @@ _COUNTS: Final = (
     "maxLength",
     "minProperties",
     "maxProperties",
+)
+_ZERO_BOUNDS: Final = (  # the bound that may exclude 0, those on the other side, their sign
+    ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
 )
 _ON_TEXT: Final = ("pattern", "format", "minLength", "maxLength")
 _JOINING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -101,6 +105,7 @@ class SchemaCosts:
             count = part.get(name)
             if isinstance(count, int | float) and not 0 <= count <= MAX_COUNT:
                 raise BadGrammar(f"{name} must be from 0 to {MAX_COUNT}")
+        _check_bounds(part)
         names = (part.get("properties"), part.get("required"))
         self.num_properties += max(
             len(n) for n in (*names, ()) if isinstance(n, dict | list | tuple)
@@ -109,7 +114,7 @@ class SchemaCosts:
         num_references = _num_joined_references(part)
         self.num_joined_references += num_references if num_references > 1 else 0
         multiple = part.get("multipleOf")
-        if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+        if _is_number(multiple):
             self.multiples.append(_multiple(multiple))
         patterns = part.get("patternProperties")
         if isinstance(patterns, dict):
@@ -179,6 +184,24 @@ def _check_key_pattern(pattern: str) -> None:
             f"a pattern of patternProperties has {len(pattern)} characters, at most"
             f" {MAX_PATTERN_PROPERTY_CHARS} are allowed"
         )
+
+
+def _check_bounds(part: dict[str, Any]) -> None:
+    """Beside a bound of less than 1 the compiler lets a zero through that is excluded."""
+    for excluded, others, sign in _ZERO_BOUNDS:
+        if not _is_number(part.get(excluded)) or part[excluded] != 0:
+            continue
+        for name in others:
+            bound = part.get(name)
+            if _is_number(bound) and 0 < sign * bound < 1:
+                raise BadGrammar(
+                    f"{excluded} 0 with {name} {bound} is not supported: set"
+                    f" {excluded[len('exclusive') :].lower()} to the value nearest to 0 instead"
+                )
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _multiple(value: float) -> Fraction:

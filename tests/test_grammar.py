@@ -191,6 +191,36 @@ def test_whatever_the_masks_allow_follows_the_schema(schema: dict[str, Any]) -> 
     assert num_ended >= 3
 
 
+@pytest.mark.parametrize(
+    ("bounds", "named"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 with maximum 0.5"),
+        ({"exclusiveMinimum": 0.0, "exclusiveMaximum": 0.5}, "exclusiveMinimum 0"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "exclusiveMaximum 0 with minimum -0.5"),
+    ],
+)
+def test_a_zero_that_would_not_be_excluded_is_refused(bounds: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestRefused, match=named):
+        compiled(schema_grammar({"type": "number", **bounds}))
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0},
+        {"exclusiveMinimum": 0, "maximum": 1},
+        {"minimum": 1e-9, "maximum": 0.5},
+        {"exclusiveMinimum": 0.25, "maximum": 0.5},
+    ],
+)
+def test_an_excluded_zero_cannot_be_written(bounds: dict[str, Any]) -> None:
+    zero = ids_of("0")
+    matcher = compiled(schema_grammar({"type": "number", **bounds}))
+    for token_id in zero:
+        matcher.advance(token_id)
+    assert EOS_ID not in allowed(matcher)
+
+
 def test_an_object_of_any_kind_is_an_object() -> None:
     for seed in range(12):
         text = walk(compiled("json:"), Random(seed), max_tokens=600)
