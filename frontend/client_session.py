@@ -109,6 +109,7 @@ class Request:
         if self.error is not None:
             raise self.error
         assert self.finished is not None, "the request is over"
+        params = self.submit.params
         return Result(
             text="".join(self.texts),
             token_ids=self.output.tolist(),
@@ -117,8 +118,8 @@ class Request:
             num_prompt_tokens=self.finished.num_prompt_tokens,
             num_output_tokens=self.finished.num_output_tokens,
             num_cached_tokens=self.finished.num_cached_tokens,
-            logprobs=self.logprobs or None,
-            prompt_logprobs=self.prompt_logprobs or None,
+            logprobs=None if params.logprobs is None else self.logprobs,
+            prompt_logprobs=None if params.prompt_logprobs is None else self.prompt_logprobs,
         )
 
 

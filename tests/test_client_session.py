@@ -8,7 +8,13 @@ import pytest
 
 from nvserve.frontend.client_session import Piece, Request, Session
 from nvserve.frontend.client_submit import open_request
-from nvserve.protocol.client_messages import Emit, TokenLogprob, decode_to_client, encode_client
+from nvserve.protocol.client_messages import (
+    Emit,
+    Finished,
+    TokenLogprob,
+    decode_to_client,
+    encode_client,
+)
 from nvserve.protocol.messages import pack_ids
 
 
@@ -75,6 +81,25 @@ def test_a_piece_holds_the_scores_of_its_own_tokens() -> None:
         Piece("", [1], [scored(1)], [scored(7)]),
         Piece("x", [2, 3], [scored(2), scored(3)]),
     ]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_scores_that_were_asked_for_are_a_list_though_there_are_none(asked: bool) -> None:
+    """Of a prompt of one token with nothing behind it."""
+    fields = {"max_tokens": 0, "logprobs": 1, "prompt_logprobs": 1} if asked else {}
+    session = Session()
+    request, _ = open_request(session, [5], (), fields)
+    finished = Finished(
+        id=request.submit.id,
+        finish_reason="length",
+        num_prompt_tokens=1,
+        num_output_tokens=0,
+        num_cached_tokens=0,
+    )
+    assert session.take(decode_to_client(encode_client(finished))) is request
+    result = request.result()
+    expected = [] if asked else None
+    assert (result.logprobs, result.prompt_logprobs) == (expected, expected)
 
 
 def test_scores_that_come_again_are_in_no_piece() -> None:
