@@ -155,6 +155,8 @@ class Service:
     async def plan_completion(self, body: CompletionBody, client: Client) -> Plan:
         """What /v1/completions asks for; also raises what `Turns.work_off` does for the client."""
         check_completion(body)
+        if body.prompt_logprobs is not None and body.prompt_logprobs < 0:
+            raise invalid("prompt_logprobs", "must not be negative")
         prompts = split_prompts(body.prompt)
         num_choices = body.n or 1
         if len(prompts) * num_choices > MAX_PROMPTS:

@@ -45,6 +45,12 @@ def test_bad_prompts(shared: FrontendProcess, prompt: Any, param: str) -> None:
     assert_400(shared, COMPLETIONS, {"prompt": prompt}, param)
 
 
+def test_an_echos_scores_hide_no_bad_number_of_others(shared: FrontendProcess) -> None:
+    for asked in (-1, 21):
+        body = {"prompt": "a", "echo": True, "logprobs": 0, "prompt_logprobs": asked}
+        assert_400(shared, COMPLETIONS, body, "prompt_logprobs")
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 ADD = {"type": "function", "function": {"name": "add"}}
 
