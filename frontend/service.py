@@ -18,7 +18,7 @@ from nvserve.frontend.chat_parts import END_THINK, THINK, Splitter
 from nvserve.frontend.engine import Engine
 from nvserve.frontend.errors import ApiError, invalid
 from nvserve.frontend.generation import Generation, Plan, Sink
-from nvserve.frontend.grammars import resolve_grammar
+from nvserve.frontend.grammars import Grammar, resolve_grammar
 from nvserve.frontend.held_bodies import HeldBodies
 from nvserve.frontend.ongoing import Ongoing, have_ended
 from nvserve.frontend.params import (
@@ -47,6 +47,7 @@ from nvserve.frontend.turns import Client, Turns
 from nvserve.protocol.client_messages import SamplingFields
 from nvserve.protocol.config import Config
 from nvserve.protocol.control import Condition, State
+from nvserve.protocol.grammars import split_grammar
 from nvserve.protocol.sampling import SamplingParams
 
 NO_TOOLS: Final = ToolPlan()
@@ -333,10 +334,8 @@ class Service:
     def splitters(self, plan: Plan) -> list[Splitter] | None:
         """Of a chat, what takes each choice's text apart; None when all of it is content."""
         has_reasoning = bool(self.config.reasoning_parser)
-        # A grammar holds from the first token on: only one that spells the marker lets it think.
-        may_think = plan.grammar is None or END_THINK in plan.grammar.text
         tail = ""
-        if has_reasoning and may_think:
+        if has_reasoning and (plan.grammar is None or _may_think(plan.grammar)):
             tail = self.tokenizer.vocabulary.decode(plan.prompts[0][-8:], skip_special=False)
         made = [
             splitter(
@@ -378,6 +377,16 @@ def _grouped(texts: list[str]) -> Iterator[list[str]]:
 def _most(*counts: int | None) -> int | None:
     """The largest count that was given."""
     return max((count for count in counts if count is not None), default=None)
+
+
+def _may_think(grammar: Grammar) -> bool:
+    """Whether an output may close a thought that the prompt opened.
+
+    The grammar holds from the first token on. JSON and choices spell the marker where they let it
+    be; an expression may allow it without a word of it.
+    """
+    form, text = split_grammar(grammar.text)
+    return form in ("regex", "lark") or END_THINK in text
 
 
 def _refuse_what_needs_a_model(sampling: SamplingParams) -> None:

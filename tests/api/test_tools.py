@@ -295,6 +295,9 @@ def test_the_template_shows_tools_and_earlier_calls(hermes: FrontendProcess) -> 
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "", "yes"),
         ({"structured_outputs": {"json": {"type": "object"}}}, '{"a": 1}', "", '{"a": 1}'),
         ({"structured_outputs": {"regex": ".*</think>yes"}}, "Hm.</think>yes", "Hm.", "yes"),
+        ({"structured_outputs": {"regex": r".*<\/think>yes"}}, "Hm.</think>yes", "Hm.", "yes"),
+        ({"structured_outputs": {"regex": "[^{]*yes"}}, "Hm.</think>yes", "Hm.", "yes"),
+        ({"structured_outputs": {"grammar": "start: /[^{]*/"}}, "Hm.</think>yes", "Hm.", "yes"),
     ],
 )
 def test_a_form_without_room_for_thoughts_is_content_behind_an_open_marker(
