@@ -46,13 +46,30 @@ def _rebased_value(keyword: str, value: Any, pointer: str) -> Any:
 
 
 def named_parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What has a name of which one document can hold only one, but for the root and its `$id`."""
-    pending: list[Any] = [{name: value for name, value in schema.items() if name != "$id"}]
+    """Each part whose name only one part of a document may have, by that name.
+
+    The root's `$id` does not count. The nesting of `schema` was checked.
+    """
+    pending: list[tuple[Any, str]] = [({k: v for k, v in schema.items() if k != "$id"}, "")]
     while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            names = (value.get("$id"), value.get("$anchor"))
-            yield from ((name, value) for name in names if isinstance(name, str))
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
+        value, document = pending.pop()
+        if isinstance(value, list):
+            pending += [(child, document) for child in value]
+        if not isinstance(value, dict):
+            continue
+        name, anchor = value.get("$id"), value.get("$anchor")
+        if isinstance(name, str):
+            document = name  # whose anchors are its own
+            yield name, value
+        if isinstance(anchor, str):
+            yield f"{document}#{anchor}", value
+        pending += [(child, document) for child in _children(value)]
+
+
+def _children(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas right in this one, and lists of them."""
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            yield from value.values()
+        elif keyword not in _DATA:
+            yield value

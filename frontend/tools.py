@@ -70,7 +70,6 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
         return _named(tools, choice.function.name)
     if choice != "required":
         raise invalid("tool_choice", "must be none, auto, required or a function")
-    _check_named_parts(tools)
     schema = {
         "type": "array",
         "minItems": 1,
@@ -78,6 +77,7 @@ def resolve_tools(body: ChatBody, parser: Parser, *, knows_tools: bool) -> ToolP
         "items": {"anyOf": [_call_schema(index, tool) for index, tool in enumerate(tools)]},
     }
     grammar = json_grammar("tools", schema)
+    _check_named_parts(tools)
     return ToolPlan("required", grammar=grammar, max_calls=max_calls)
 
 
@@ -150,7 +150,8 @@ def _check_named_parts(tools: list[Tool]) -> None:
         for name, part in named_parts(_parameters(tool)):
             if parts.setdefault(name, part) != part:
                 where = f"tools[{index}].function.parameters"
-                raise invalid(where, f"calls another schema {name[:100]!r} than a tool before it")
+                text = f"has {name[:100]!r} twice, or another one than a tool before it"
+                raise invalid(where, text)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

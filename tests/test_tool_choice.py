@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from grammar_rig import compiled, schema_grammar, walk
 
-from nvserve.frontend.tool_choice import rebased
+from nvserve.frontend.tool_choice import named_parts, rebased
 
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 9}
 PLAIN = {"type": "object", "properties": {"n": INTEGER}, "required": ["n"],
@@ -70,3 +70,20 @@ def test_only_references_within_the_document_move() -> None:
     for name in ("other", "anchor", "own"):
         assert properties[name] == schema["properties"][name]  # type: ignore[index]  # a dict
     assert (moved["const"], moved["enum"]) == (schema["const"], schema["enum"])
+
+
+def test_only_schemas_have_names() -> None:
+    data = {"$id": "data", "$anchor": "data"}
+    first, second = ({"$id": name, "items": {"$anchor": "x"}} for name in ("first", "second"))
+    schema = {
+        "$id": "https://example.com/root",
+        "$anchor": "top",
+        "properties": {"$id": {"$anchor": "a"}, "default": first, "enum": second},
+        "default": data,
+        "examples": [data],
+        "anyOf": [{"const": data}, {"enum": [data]}, {"not": {"$anchor": "b"}}, True],
+        "dependencies": {"const": ["a"]},
+    }
+    names = sorted(name for name, _ in named_parts(schema))
+    assert names == ["#a", "#b", "#top", "first", "first#x", "second", "second#x"]
+    assert dict(named_parts(schema))["second#x"] == {"$anchor": "x"}

@@ -250,6 +250,16 @@ def test_tools_that_call_two_schemas_the_same_cannot_be_required_together(
     assert hermes.post("/v1/chat/completions", other)[0] == 200
 
 
+def test_names_of_schemas_are_told_apart_within_one_tool_too(hermes: FrontendProcess) -> None:
+    parts = [{"$id": "size", "const": 1}, {"$id": "size", "const": 2}]
+    function = {"name": "a", "parameters": {"type": "object", "$defs": {"x": {"anyOf": parts}}}}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": HI, "tool_choice": "required", "max_tokens": 1, "tools": tools}
+    _, refused = hermes.post("/v1/chat/completions", body)
+    assert refused["error"]["param"] == "tools[0].function.parameters"
+    assert "has 'size' twice" in refused["error"]["message"]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_call_by_name_is_all_arguments(hermes: FrontendProcess, is_stream: bool) -> None:
     choice = {"type": "function", "function": {"name": "spell"}}
