@@ -127,12 +127,13 @@ class Formation:
         self._house.send(self._house.find(Role.CORE), message)
         self._enter(Stage.RESUMING, now, RESUME_LIMIT_S)
 
-    def is_untouched(self, member: Member) -> bool:
-        """It was in the last epoch that served, and has not heard of a later one.
+    def is_recovered_anyway(self, member: Member) -> bool:
+        """Is there a recovery from the last epoch that served, of which this member has not heard?
 
-        Its death is one more loss to recover from, and no failure of the recovery in progress.
+        Its death then belongs to the same accident, and is no failure of the recovery.
         """
-        return member.joined_epoch == member.answered_epoch == self._served_epoch
+        is_untouched = member.joined_epoch == member.answered_epoch == self._served_epoch
+        return self.ladder.rung is not None and is_untouched
 
     def is_going_on(self, epoch: int) -> bool:
         """It is the present epoch, and nobody is fenced because of its end."""

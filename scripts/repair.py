@@ -55,13 +55,14 @@ class Repair:
     def lose(self, member: Member, now: float, text: str, *, is_crash: bool) -> None:
         """An unplanned death."""
         self._house.note(text, accident=member)
-        if not self._count(member.child.role, now, text, is_crash=is_crash):
+        is_more = self._formation.is_recovered_anyway(member)  # of an accident that was counted
+        if not is_more and not self._count(member.child.role, now, text, is_crash=is_crash):
             return
         self._blame(member, is_crash=is_crash)
         if member.child.role is Role.FRONTEND:
             self.replace_frontend(now)
         else:
-            self.renew(now, text, is_failure=not self._formation.is_untouched(member))
+            self.renew(now, text, is_failure=not is_more)
 
     def suspect(self, now: float, suspicion: Suspicion) -> None:
         """Fence the members, then as after one death; a frontend is replaced when it is gone."""
