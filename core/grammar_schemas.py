@@ -35,9 +35,13 @@ _COUNTS: Final = (
     "minProperties",
     "maxProperties",
 )
-_ZERO_BOUNDS: Final = (  # the bound that may exclude 0, those on the other side, their sign
-    ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-    ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+_SIDES: Final = (  # a sign, the bound that may exclude 0 there, those on the other side
+    (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+    (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+)
+_ZERO_LET_THROUGH: Final = (
+    "exclusiveMinimum 0 with a maximum under 1, or exclusiveMaximum 0 with a minimum above -1, is"
+    " not supported: set minimum or maximum to the value nearest to 0 instead"
 )
 _ON_TEXT: Final = ("pattern", "format", "minLength", "maxLength")
 _JOINING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -64,11 +68,19 @@ class SchemaCosts:
         if isinstance(schema, dict) and "x-guidance" in schema:
             raise BadGrammar("x-guidance is not supported")  # it turns checks of the compiler off
         texts: set[str] = set()  # distinct conditions on strings
-        can_join = False
+        excluding: set[int] = set()  # signs of the bounds that exclude 0,
+        near: set[int] = set()  # and of those on the other side that are less than 1 from it
+        can_join = lets_zero_through = False
         for part in _objects(schema):
             self._count(part)
+            own_excluding, own_near = _around_zero(part)
+            lets_zero_through |= bool(own_excluding & own_near)
+            excluding |= own_excluding
+            near |= own_near
             texts |= {f"{name} {part[name]}" for name in _ON_TEXT if _is_plain(part.get(name))}
             can_join |= _joins(part)
+        if lets_zero_through or (can_join and excluding & near):
+            raise BadGrammar(_ZERO_LET_THROUGH)
         if can_join and len(texts) > MAX_INTERSECTED:
             raise BadGrammar(
                 "a schema that joins others with allOf, anyOf or $ref may set at most"
@@ -97,7 +109,7 @@ class SchemaCosts:
     def _count(self, part: dict[str, Any]) -> None:
         """Look at one object, which may as well be a constant or a map of properties.
 
-        A false alarm there needs a keyword's name with an absurd value.
+        A false alarm there needs keywords' names with values that hardly occur together.
         """
         if isinstance(pattern := part.get("pattern"), str) and pattern:
             check_regex(pattern)
@@ -105,7 +117,6 @@ class SchemaCosts:
             count = part.get(name)
             if isinstance(count, int | float) and not 0 <= count <= MAX_COUNT:
                 raise BadGrammar(f"{name} must be from 0 to {MAX_COUNT}")
-        _check_bounds(part)
         names = (part.get("properties"), part.get("required"))
         self.num_properties += max(
             len(n) for n in (*names, ()) if isinstance(n, dict | list | tuple)
@@ -186,18 +197,21 @@ def _check_key_pattern(pattern: str) -> None:
         )
 
 
-def _check_bounds(part: dict[str, Any]) -> None:
-    """Beside a bound of less than 1 the compiler lets a zero through that is excluded."""
-    for excluded, others, sign in _ZERO_BOUNDS:
-        if not _is_number(part.get(excluded)) or part[excluded] != 0:
-            continue
-        for name in others:
-            bound = part.get(name)
-            if _is_number(bound) and 0 < sign * bound < 1:
-                raise BadGrammar(
-                    f"{excluded} 0 with {name} {bound} is not supported: set"
-                    f" {excluded[len('exclusive') :].lower()} to the value nearest to 0 instead"
-                )
+def _around_zero(part: dict[str, Any]) -> tuple[set[int], set[int]]:
+    """Of which sign are the numbers whose 0 a bound excludes, and that a bound under 1 ends.
+
+    With both, in one object or in two that hold together, the compiler lets 0 through.
+    """
+    excluding: set[int] = set()
+    near: set[int] = set()
+    for sign, low, highs in _SIDES:
+        bound = part.get(low)
+        if _is_number(bound) and bound == 0:
+            excluding.add(sign)
+        others = [part.get(high) for high in highs]
+        if any(_is_number(other) and 0 < sign * other < 1 for other in others):
+            near.add(sign)
+    return excluding, near
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
