@@ -143,7 +143,8 @@ class TensorParallel:
             )
         except RuntimeError as error:
             raise PeerLost(f"epoch {epoch}: the group did not form: {error}") from error
-        sys.excepthook = hook  # torch puts the rank before each line, once more with every group
+        finally:
+            sys.excepthook = hook  # torch puts the rank before each line, once more for each group
         if self._is_nccl and self._layout is not None:
             self.peers = open_for_all(self._layout, roll, Path(launch_dir) / f"e{epoch}.memory")
         if self.peers is not None:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # One of each kind that kernels are compiled for, beside the whole batch.
 COMPILED_ROWS: Final = (2, 1, 17, 33, 49, 112)
 # Decode rows and prompt tokens of mixed steps, in which attention is not fused.
-COMPILED_MIXED: Final = ((2, 1), (17, 1), (65, 1), (2, 33), (2, 65))
+COMPILED_MIXED: Final = ((2, 1), (17, 1), (65, 1), (2, 17), (2, 33), (2, 112))
 COMPILE_BEATS_S: Final = 60.0  # a step that waits longer for its kernels is silent from then on
 
 
