@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,7 +312,10 @@ def _as_params(given: object, num_prompts: int) -> list[SamplingParams]:
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
     chosen = []
-    for item in given if isinstance(given, Sequence) else [given]:
+    items: Iterable[object] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, Mapping | str):
+        items = given
+    for item in items:
         if not isinstance(item, SamplingParams):
             raise TypeError(
                 "params are SamplingParams or a list of them,"

@@ -51,7 +51,7 @@ def test_sharegpt_takes_the_first_human_turn_and_skips_other_conversations(tmp_p
 
 def test_json_lines_may_hold_ids_and_their_own_lengths(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": [1, 2], "output_tokens": 3}\n\n{"prompt": "Who?"}\n')
+    path.write_text('{"prompt": [1, 2], "output_tokens": 3.0}\n\n{"prompt": "Who?"}\n')
     questions = read_questions(path, 2, output_len=9, seed=0)
     assert sorted(questions, key=lambda q: q.max_tokens) == [
         Question([1, 2], 3),

@@ -98,7 +98,7 @@ def test_scores_that_were_asked_for_are_a_list_though_there_are_none(asked: bool
     )
     assert session.take(decode_to_client(encode_client(finished))) is request
     result = request.result()
-    expected = [] if asked else None
+    expected: list[TokenLogprob] | None = [] if asked else None
     assert (result.logprobs, result.prompt_logprobs) == (expected, expected)
 
 

@@ -105,6 +105,8 @@ def _prompt(entry: object) -> list[int] | str | None:
 
 
 def _positive(value: object, name: str) -> int:
+    if isinstance(value, float) and value.is_integer():  # as tables write integers
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadDataset(f"{name} must be a positive integer, not {value!r:.60}")
     return value
