@@ -210,8 +210,7 @@ class _Api:
 
     async def _echoed(self, body: CompletionBody, plan: Plan, exchange: Exchange) -> list[str]:
         """Each choice's prompt as text."""
-        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        texts = [text for text in given if isinstance(text, str)]
+        texts = _given_texts(body)
         if not texts:
             skip_special = plan.rules.skip_special
             texts = await self._texts.of(plan.prompts, exchange, skip_special=skip_special)
@@ -219,6 +218,8 @@ class _Api:
 
     def _shape(self, body: CompletionBody | ChatBody, *, is_chat: bool) -> Shape:
         options = body.stream_options
+        shows_special = body.skip_special_tokens is False
+        is_of_ids = isinstance(body, CompletionBody) and not _given_texts(body)
         return Shape.new(
             model=body.model or self._service.config.served_model_names[0],
             is_chat=is_chat,
@@ -226,6 +227,7 @@ class _Api:
             has_token_ids=bool(body.return_token_ids),
             has_usage=bool(options and options.include_usage),
             num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
+            echoes_special=shows_special and is_of_ids,
         )
 
     async def _generate(
@@ -371,6 +373,12 @@ class _Api:
         }
         status = 200 if state is State.READY else 503
         await exchange.respond(_encode(document), status=status)
+
+
+def _given_texts(body: CompletionBody) -> list[str]:
+    """The prompts that are no ids: all of them, or none."""
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [text for text in given if isinstance(text, str)]
 
 
 def _version() -> str:

@@ -23,8 +23,12 @@ class LogprobForm:
     A token is as wide as what it adds to the text: the last one of a character has all of it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, is_chat: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, is_chat: bool, echoes_special: bool = False
+    ) -> None:
+        """`echoes_special`: an echo is of ids, and has the special tokens among them."""
         self._vocabulary: Final = vocabulary
+        self._skips_special: Final = not echoes_special
         self._is_chat: Final = is_chat
         self._offsets: dict[int, int] = {}
         self._feeds: dict[int, Callable[[int], str]] = {}
@@ -67,9 +71,9 @@ class LogprobForm:
             yield self._columns(stride) | {"text_offset": list(islice(offsets, len(stride)))}
 
     def _echo_offsets(self, prompt: Sequence[int], echoed: str) -> Iterator[int]:
-        """Special tokens are in the text where the client wrote them; the others were added."""
+        """Special tokens are in a text where the client wrote them; the others were added."""
         vocabulary = self._vocabulary
-        feed = vocabulary.detokenizer((), skip_special=True, is_start=True).feed
+        feed = vocabulary.detokenizer((), skip_special=self._skips_special, is_start=True).feed
         offset = 0
         for token_id in prompt:
             yield offset

@@ -36,6 +36,7 @@ class Shape(msgspec.Struct, frozen=True):
     has_token_ids: bool = False
     has_usage: bool = False  # chunks carry a usage field, null but in the last
     num_prompt_logprobs: int = -1  # in a field of their own, beside an echo's; -1 without one
+    echoes_special: bool = False  # tokens, as one of ids may; one of a text is that text
 
     @staticmethod
     def new(
@@ -46,6 +47,7 @@ class Shape(msgspec.Struct, frozen=True):
         has_token_ids: bool = False,
         has_usage: bool = False,
         num_prompt_logprobs: int = -1,
+        echoes_special: bool = False,
     ) -> "Shape":
         """The shape of one response, with an id of its own."""
         prefix = "chatcmpl-" if is_chat else "cmpl-"
@@ -58,6 +60,7 @@ class Shape(msgspec.Struct, frozen=True):
             has_token_ids=has_token_ids,
             has_usage=has_usage,
             num_prompt_logprobs=num_prompt_logprobs,
+            echoes_special=echoes_special,
         )
 
     def head(self, kind: str) -> Document:
@@ -83,7 +86,7 @@ class Chunks:
         self._shape: Final = shape
         self._outputs: Final = outputs
         self._kind: Final = "chat.completion.chunk" if shape.is_chat else "text_completion"
-        self._logprobs: Final = LogprobForm(vocabulary, is_chat=shape.is_chat)
+        self._logprobs: Final = _logprob_form(shape, vocabulary)
         self._is_plain: Final = not shape.has_token_ids
         self._prefixes: dict[int, bytes] = {}
         usage = b',"usage":null' if shape.has_usage else b""
@@ -237,7 +240,7 @@ def whole_response(
     outputs: Sequence[ChatOutput] | None = None,
 ) -> bytes:
     """The document of a response without streaming; `echoed` prompts by choice, or empty."""
-    form = LogprobForm(generation.vocabulary, is_chat=shape.is_chat)
+    form = _logprob_form(shape, generation.vocabulary)
     choices = []
     for choice in generation.choices:
         joined = collector.joined(choice)
@@ -273,6 +276,10 @@ def whole_response(
         first = generation.choices[0]
         document["prompt_logprobs"] = form.prompt_dicts(first, shape.num_prompt_logprobs)
     return _encode(document)
+
+
+def _logprob_form(shape: Shape, vocabulary: Vocabulary) -> LogprobForm:
+    return LogprobForm(vocabulary, is_chat=shape.is_chat, echoes_special=shape.echoes_special)
 
 
 def _extend(columns: Document, more: Document) -> None:
