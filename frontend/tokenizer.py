@@ -152,26 +152,42 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """By name, those that are used."""
+    """By name, those that are used. A broken one for tools is not, and the default takes its place.
+
+    Raises StartFailure for a broken default.
+    """
     special = {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
-    sources = _template_sources(folder, config)
-    return {
-        name: ChatTemplate(sources[name], special)
-        for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
-        if isinstance(sources.get(name), str)
-    }
+    templates = {}
+    for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE):
+        try:
+            source = _template_source(folder, config, name)
+            if isinstance(source, str):
+                templates[name] = ChatTemplate(source, special)
+        except StartFailure as error:
+            if name == DEFAULT_TEMPLATE:
+                raise
+            logger.warning("the template %r of %s is not used: %s", name, folder, error)
+    return templates
 
 
-def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """From files of their own, or else the tokenizer's config: one text, or several by name."""
+def _template_source(folder: Path, config: Mapping[str, Any], name: str) -> Any:
+    """From a file of its own, or else the tokenizer's config: one text, or several by name."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        more = (folder / "additional_chat_templates").glob("*.jinja")
-        return {DEFAULT_TEMPLATE: path.read_text()} | {one.stem: one.read_text() for one in more}
+        if name != DEFAULT_TEMPLATE:
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+        return _read_template(path) if path.is_file() else None
     source = config.get("chat_template")
     if isinstance(source, list):
-        return {entry.get("name"): entry.get("template") for entry in source}
-    return {DEFAULT_TEMPLATE: source}
+        return {entry.get("name"): entry.get("template") for entry in source}.get(name)
+    return source if name == DEFAULT_TEMPLATE else None
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise StartFailure(f"{path} is not UTF-8: {error}") from error
 
 
 def _token_text(token: Any) -> str:

@@ -59,6 +59,12 @@ def test_a_broken_file_is_one_clear_line(folder: Path, name: str, text: str, exp
         load(folder)
 
 
+def test_a_template_that_is_not_utf_8_is_one_clear_line(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(StartFailure, match=r"chat_template\.jinja is not UTF-8"):
+        load(folder)
+
+
 def test_short_and_long_texts_encode_as_the_library_does(folder: Path) -> None:
     tokenizer = load(folder)
     fast = FastTokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -153,6 +159,29 @@ def test_a_chat_with_tools_has_the_template_for_them(folder: Path, is_in_files: 
     assert tokenizer.tool_template is not None
     assert tokenizer.tool_template.knows_tools
     assert not tokenizer.chat_template.knows_tools
+
+
+@pytest.mark.parametrize("broken", [b"{% if %}", b"{{ tools }} \xff"])
+def test_a_broken_template_for_tools_is_told_and_the_default_takes_its_place(
+    folder: Path, broken: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_bytes(broken)
+    tokenizer = load(folder)
+    assert tokenizer.tool_template is tokenizer.chat_template is not None
+    (warning,) = caplog.records
+    assert f"the template 'tool_use' of {folder} is not used" in warning.getMessage()
+
+
+def test_only_the_template_for_tools_is_read_beside_the_default(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = asyncio.run(load(folder).encode_chat(USER))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_bytes(b"\xff")
+    (folder / "additional_chat_templates" / "default.jinja").write_text("no")
+    assert asyncio.run(load(folder).encode_chat(USER)) == expected
+    assert not caplog.records
 
 
 def test_sampling_defaults_come_from_the_generation_config(folder: Path) -> None:
