@@ -6,10 +6,14 @@ from random import Random
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from grammar_rig import compiled, schema_grammar, walk
 
+from nvserve.frontend.errors import ApiError
+from nvserve.frontend.schema import ChatBody
 from nvserve.frontend.tool_choice import named_parts, rebased
+from nvserve.frontend.tools import resolve_tools
 
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 9}
 PLAIN = {"type": "object", "properties": {"n": INTEGER}, "required": ["n"],
@@ -87,3 +91,29 @@ def test_only_schemas_have_names() -> None:
     names = sorted(name for name, _ in named_parts(schema))
     assert names == ["#a", "#b", "#top", "first", "first#x", "second", "second#x"]
     assert dict(named_parts(schema))["second#x"] == {"$anchor": "x"}
+
+
+def refusal(*parameters: dict[str, Any]) -> tuple[str | None, str]:
+    """Of a choice of any of these functions: the field, and what is wrong with it."""
+    tools = [
+        {"type": "function", "function": {"name": f"f{index}", "parameters": schema}}
+        for index, schema in enumerate(parameters)
+    ]
+    body = msgspec.convert({"messages": [], "tools": tools, "tool_choice": "required"}, ChatBody)
+    with pytest.raises(ApiError) as caught:
+        resolve_tools(body, "", knows_tools=True)
+    return caught.value.param, caught.value.message
+
+
+def test_a_name_that_means_two_things_is_told_within_one_tool_too() -> None:
+    one, two = ({"$defs": {"x": {"$id": "size", "const": size}}} for size in (1, 2))
+    text = "has 'size' twice, or another one than a tool before it"
+    for schemas in ([one, two], [{"anyOf": [one, two]}], [PLAIN, {"anyOf": [one, two]}]):
+        param = f"tools[{len(schemas) - 1}].function.parameters"
+        assert refusal(*schemas) == (param, f"{param}: {text}")
+
+
+def test_tools_too_large_to_be_required_are_told_so_first() -> None:
+    large = {"type": "object", "description": "x" * 70_000}
+    one, two = ({**large, "$defs": {"x": {"$id": "size", "const": size}}} for size in (1, 2))
+    assert refusal(one, two)[0] == "tools"
