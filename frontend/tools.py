@@ -13,6 +13,7 @@ from nvserve.frontend.chat_parts import (
     CALL,
     END_CALL,
     END_THINK,
+    PYTHON_TAG,
     THINK,
     BareCalls,
     ForcedCall,
@@ -89,7 +90,7 @@ def shown_tools(body: ChatBody, plan: ToolPlan) -> list[dict[str, Any]]:
 
 def markers(parser: Parser, *, has_reasoning: bool) -> frozenset[str]:
     """What splitters look for in the text."""
-    calls = (CALL, END_CALL) if parser == "hermes" else ()
+    calls = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}.get(parser, ())
     return frozenset(calls + ((THINK, END_THINK) if has_reasoning else ()))
 
 

@@ -71,23 +71,42 @@ def llama(model: Path) -> Iterator[FrontendProcess]:
     yield from started(model=str(model), tool_call_parser="llama3_json")
 
 
-MARKERS = {"<|user|>": "<tool_call>", "<|assistant|>": "</tool_call>", "<|system|>": "</think>"}
+HERMES_MARKERS = {
+    "<|user|>": "<tool_call>",
+    "<|assistant|>": "</tool_call>",
+    "<|system|>": "</think>",
+}
+
+
+def with_special(model: Path, folder: Path, markers: dict[str, str]) -> Tokenizer:
+    """A copy of the model in a new folder that writes its markers as special tokens."""
+    shutil.copytree(model, folder)
+    source = (folder / "tokenizer.json").read_text()
+    for name, marker in markers.items():
+        source = source.replace(json.dumps(name), json.dumps(marker))
+    (folder / "tokenizer.json").write_text(source)
+    return Tokenizer.from_str(source)
 
 
 @pytest.fixture(scope="module")
 def of_special_markers(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[FrontendProcess, Tokenizer]]:
-    """A model that writes its markers as special tokens."""
     folder = tmp_path_factory.mktemp("special") / "model"
-    shutil.copytree(model, folder)
-    source = (folder / "tokenizer.json").read_text()
-    for name, marker in MARKERS.items():
-        source = source.replace(json.dumps(name), json.dumps(marker))
-    (folder / "tokenizer.json").write_text(source)
+    tokenizer = with_special(model, folder, HERMES_MARKERS)
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
     for process in started(model=str(folder), **settings):
-        yield process, Tokenizer.from_str(source)
+        yield process, tokenizer
+
+
+@pytest.fixture(scope="module")
+def of_a_special_tag(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[FrontendProcess, Tokenizer]]:
+    folder = tmp_path_factory.mktemp("tag") / "model"
+    tokenizer = with_special(model, folder, {"<|user|>": "<|python_tag|>"})
+    for process in started(model=str(folder), tool_call_parser="llama3_json"):
+        yield process, tokenizer
 
 
 class Answer:
@@ -172,7 +191,7 @@ def test_markers_are_found_though_the_model_has_them_as_special_tokens(
     of_special_markers: tuple[FrontendProcess, Tokenizer], is_stream: bool
 ) -> None:
     frontend, tokenizer = of_special_markers
-    assert {tokenizer.id_to_token(one) for one in (2, 3, 4)} == set(MARKERS.values())
+    assert {tokenizer.id_to_token(one) for one in (2, 3, 4)} == set(HERMES_MARKERS.values())
     text = f"Hm.</think>Let me see.\n<tool_call>\n{A}\n</tool_call>\n<tool_call>{B}</tool_call>"
     turns = [{"role": "system", "content": "Think first."}, *HI]
     answer = ask(frontend, text, is_stream=is_stream, messages=turns, tokenizer=tokenizer)
@@ -182,6 +201,18 @@ def test_markers_are_found_though_the_model_has_them_as_special_tokens(
     frontend.core.script = [0, 2]
     _, completed = frontend.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
     assert completed["choices"][0]["text"] == "<tool_call>"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_behind_a_special_tag_may_be_of_any_function(
+    of_a_special_tag: tuple[FrontendProcess, Tokenizer], is_stream: bool
+) -> None:
+    frontend, tokenizer = of_a_special_tag
+    text = '<|python_tag|>{"name": "unlisted", "parameters": {"a": 1}}'
+    assert tokenizer.id_to_token(2) == "<|python_tag|>"
+    answer = ask(frontend, text, is_stream=is_stream, tokenizer=tokenizer)
+    assert (answer.content, answer.finish_reason) == ("", "tool_calls")
+    assert named(answer) == [("unlisted", {"a": 1})]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -248,16 +279,6 @@ def test_tools_that_call_two_schemas_the_same_cannot_be_required_together(
     by_name = {"type": "function", "function": {"name": "a"}}
     other = body | {"tools": [tool("a", 1), tool("b", 2)], "tool_choice": by_name}
     assert hermes.post("/v1/chat/completions", other)[0] == 200
-
-
-def test_names_of_schemas_are_told_apart_within_one_tool_too(hermes: FrontendProcess) -> None:
-    parts = [{"$id": "size", "const": 1}, {"$id": "size", "const": 2}]
-    function = {"name": "a", "parameters": {"type": "object", "$defs": {"x": {"anyOf": parts}}}}
-    tools = [{"type": "function", "function": function}]
-    body = {"messages": HI, "tool_choice": "required", "max_tokens": 1, "tools": tools}
-    _, refused = hermes.post("/v1/chat/completions", body)
-    assert refused["error"]["param"] == "tools[0].function.parameters"
-    assert "has 'size' twice" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
