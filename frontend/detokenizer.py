@@ -107,6 +107,9 @@ class WindowDetokenizer:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT):
+            if text == self._text and self._decode([token_id]):
+                # It goes on with the prompt's last character, whose replacement is output then.
+                self._text = text[: -len(REPLACEMENT)]
             return ""
         fresh = self._fresh(text)
         if not fresh:

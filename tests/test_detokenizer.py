@@ -206,6 +206,30 @@ def test_the_replacement_of_what_a_prompt_leaves_unfinished_is_no_output(
     assert "".join(deltas(state(), [end, letter])) == "x"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("prompt", [b"\xed", b"a\xed", b"\xed\xed"])
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (b"\x95", "\ufffd"),
+        (b"\x95x", "\ufffdx"),
+        (b"\x95\x9cx", "한x"),
+        (b"\x95\x95\x9cx", "핕\ufffdx"),
+        (b"\x95\xed\x95x", "\ufffd\ufffdx"),
+        (b"\xedx", "\ufffdx"),
+    ],
+)
+def test_a_character_that_the_output_goes_on_with_is_its_own(
+    kind: str, prompt: bytes, output: bytes, expected: str
+) -> None:
+    words = vocabulary("bytes")
+    ids = [words.table.index(bytes([byte])) for byte in prompt]
+    state = words.detokenizer(ids, skip_special=True, is_start=False)
+    if kind == "window":
+        state = WindowDetokenizer(byte_level().decode, ids)
+    assert "".join(deltas(state, [words.table.index(bytes([one])) for one in output])) == expected
+
+
 def test_a_prompt_that_ends_in_a_replacement_character_keeps_it() -> None:
     ids = byte_level().encode("a\ufffd", add_special_tokens=False).ids
     letter = vocabulary("bytes").table.index(b"x")
