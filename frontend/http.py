@@ -376,8 +376,10 @@ class _Api:
 
 
 def _given_texts(body: CompletionBody) -> list[str]:
-    """The prompts that are no ids: all of them, or none."""
+    """The prompts that are no ids: all of them, or none, as the first one tells."""
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not given or not isinstance(given[0], str):  # a million ids, it may be
+        return []
     return [text for text in given if isinstance(text, str)]
 
 
