@@ -23,6 +23,8 @@ from typing import Final
 
 import torch
 
+from nvserve.kernels.room import new_rows
+
 NUM_INBOXES: Final = 3  # of a row, in turn
 
 
@@ -90,7 +92,7 @@ def _reduce(
     # Triton is absent from CPU-only installs.
     from nvserve.kernels import all_reduce_one_shot, all_reduce_two_shot
 
-    out = addends.mine.new_empty(num_rows, addends.mine.shape[1])
+    out = new_rows(addends.mine, num_rows, addends.mine.shape[1])
     if num_rows:
         launch = all_reduce_two_shot.launch if is_two_shot else all_reduce_one_shot.launch
         launch(addends, out, residual, weight, eps)
